@@ -1,0 +1,46 @@
+"""One update's measurements, as probes hand them to the run file.
+
+An update is one optimizer step of one policy: the axis of everything about gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass
+class UpdateRecord:
+    """What was measured about one update of one policy.
+
+    K is the number of slots. A slot without rows in the update is NaN in `gram`; it is 0 only if it had rows
+    whose gradient is exactly zero. Fields that were not measured are None.
+
+    Attributes:
+        policy: Name of the policy that was updated.
+        slots: Slot names in the order of every K axis.
+        gram: Inner products of the slots' gradients, unclipped, `[K, K]`.
+        counts: Per-slot counts, each `[K]`: num_rows, and where the loop said so num_signal_rows, num_tokens,
+            advantage_abs_sum, loss_weight. NaN where unknown.
+        coverage: Names of trainable parameters that the Gram does not cover; empty when it covers all.
+        scalars: Per-update numbers by the names of `/updates`: learning_rate, grad_norm, clip_factor, ...
+        gram_cross: Products between halves of the update's problems, `[K, K]`.
+        update_gram: Products of the applied contributions, `[C, C]`; contributors are roles, decay, carried.
+        effect: First-order effect of a contributor on a role's loss, `[R, C]`.
+        attribution_residual: Relative gap between the sum of contributions and the applied change.
+    """
+
+    policy: str
+    slots: tuple[str, ...]
+    gram: Array
+    counts: dict[str, Array] = field(default_factory=dict)
+    coverage: tuple[str, ...] = ()
+    scalars: dict[str, float] = field(default_factory=dict)
+    gram_cross: Array | None = None
+    update_gram: Array | None = None
+    effect: Array | None = None
+    attribution_residual: float | None = None
