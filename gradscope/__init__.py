@@ -1,4 +1,4 @@
-"""gradscope trains multi-agent LLM workflows, records what each role's gradient does, and tells why a run broke.
+"""Trains multi-agent LLM workflows, records what each role's gradient does, tells why a run broke.
 
 Reading, judging and drawing runs lives here and needs no torch. `gradscope.probes` measures gradients,
 `gradscope.train` produces runs, `gradscope.figures` draws them.
@@ -45,7 +45,7 @@ _HOMES = {
     "open_run": "gradscope.runfile",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,7 +66,11 @@ class LazyGroup(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=LazyGroup, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True
+    cls=LazyGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
 )
 
 
@@ -80,7 +84,9 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     """Train multi-agent LLM workflows, record what each role's gradient does, and tell why a run broke."""
 

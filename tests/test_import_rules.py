@@ -16,7 +16,10 @@ TORCH = {"torch", "transformers", "peft", "safetensors"}
 LAYERS = {
     "gradscope": {"inside": {"gradscope"}, "outside": TORCH | {"pydantic", "matplotlib", "seaborn"}},
     "probes": {"inside": {"gradscope", "gradscope.probes"}, "outside": {"pydantic", "matplotlib", "seaborn"}},
-    "train": {"inside": {"gradscope", "gradscope.probes", "gradscope.train"}, "outside": {"matplotlib", "seaborn"}},
+    "train": {
+        "inside": {"gradscope", "gradscope.probes", "gradscope.train"},
+        "outside": {"matplotlib", "seaborn"},
+    },
     "figures": {"inside": {"gradscope", "gradscope.figures"}, "outside": TORCH | {"pydantic"}},
 }
 PARTS = {"probes", "train", "figures"}

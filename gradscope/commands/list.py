@@ -20,7 +20,9 @@ REGISTRIES = {
 
 def list_(
     kind: Annotated[str, typer.Argument(help="presets, workflows, tasks, detectors or figures.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, name to description.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, name to description.")
+    ] = False,
 ) -> None:
     """List presets or plug-ins with one line about each."""
     described = _describe(kind)

@@ -1,0 +1,160 @@
+"""`gradscope doctor`: what is installed, what it can do here, and what the file system promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+NEEDS = {
+    "diagnosis": ("numpy", "scipy", "xarray", "h5py", "h5netcdf"),
+    "figures": ("matplotlib", "seaborn"),
+    "probes": ("torch",),
+    "training": ("torch", "transformers", "peft", "safetensors", "pydantic", "jinja2"),
+    "GGUF models": ("gguf",),
+}
+EXTRAS = {"figures": "figures", "probes": "probes", "training": "train", "GGUF models": "smollm"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor: what was looked at, whether it is fine, what was found, what to do."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option("--folder", help="Where runs will be written.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check this installation, the device and the file system under FOLDER; exit 1 if something is broken."""
+    checks = [_python(), *_packages(), _embedded_model(), _device(), *_file_system(folder)]
+    if as_json:
+        typer.echo(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        for check in checks:
+            typer.echo(f"{'ok ' if check.ok else 'NO '} {check.name:<22} {check.found}")
+            if check.advice:
+                typer.echo(f"    {check.advice}")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Check("python", sys.version_info >= (3, 11), found)
+
+
+def _packages() -> list[Check]:
+    checks = []
+    for job, names in NEEDS.items():
+        versions = {name: _version(name) for name in names}
+        missing = [name for name, found in versions.items() if found is None]
+        found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+        advice = ""
+        if missing:
+            extra = EXTRAS.get(job)
+            what = f'".[{extra}]"' if extra else "."
+            advice = f"missing: {', '.join(missing)}. Run 'pip install {what}' in the source folder."
+        # Only diagnosis is needed by everybody; the rest is a choice.
+        checks.append(Check(f"packages: {job}", job != "diagnosis" or not missing, found or "none", advice))
+    return checks
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _embedded_model() -> Check:
+    spec = importlib.util.find_spec("gradscope.train")
+    folder = Path(spec.origin).parent / "assets" / "tiny" if spec and spec.origin else None
+    if folder is None:
+        return Check(
+            "embedded model",
+            False,
+            "the package gradscope.train is not found",
+            "Does this checkout hold symbolic links? Run 'git config --global core.symlinks true', clone again.",
+        )
+    weights = folder / "model.safetensors"
+    size = f"{weights.stat().st_size / 1e3:.0f} kB" if weights.is_file() else "weights not found"
+    return Check("embedded model", weights.is_file(), size)
+
+
+def _device() -> Check:
+    if _version("torch") is None:
+        return Check("device", True, "not looked at: torch is not installed")
+    import torch
+
+    if torch.cuda.is_available():
+        return Check("device", True, f"CUDA: {torch.cuda.get_device_name()}")
+    return Check("device", True, f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
+
+
+def _file_system(folder: Path) -> list[Check]:
+    if not folder.is_dir():
+        return [
+            Check("file system", False, f"'{folder}' is not a folder", "Name an existing one with --folder.")
+        ]
+    promises: dict[str, Callable[[Path], bool]] = {
+        "append in one write": _appends,
+        "replace a file whole": _replaces,
+        "sync a folder": _syncs_folder,
+    }
+    checks = []
+    for name, test in promises.items():
+        try:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".gradscope-doctor-") as scratch:
+                ok, found = test(Path(scratch)), str(folder.resolve())
+        except OSError as error:
+            ok, found = False, str(error)
+        advice = "" if ok else "Runs written here may not survive a crash; write them to a local disk."
+        checks.append(Check(f"files: {name}", ok, found, advice))
+    return checks
+
+
+def _appends(scratch: Path) -> bool:
+    file = scratch / "journal"
+    for part in (b"first", b"second"):
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            written = os.write(descriptor, part)
+        finally:
+            os.close(descriptor)
+        if written != len(part):
+            return False
+    return file.read_bytes() == b"firstsecond"
+
+
+def _replaces(scratch: Path) -> bool:
+    old, new = scratch / "run", scratch / "run.new"
+    old.write_bytes(b"old")
+    new.write_bytes(b"new")
+    with old.open("rb") as reader:
+        os.replace(new, old)
+        # A reader that has the old file open goes on reading the old file.
+        return reader.read() == b"old" and old.read_bytes() == b"new"
+
+
+def _syncs_folder(scratch: Path) -> bool:
+    descriptor = os.open(scratch, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return True
