@@ -89,7 +89,7 @@ def _embedded_model() -> Check:
             "embedded model",
             False,
             "the package gradscope.train is not found",
-            "Does this checkout hold symbolic links? Run 'git config --global core.symlinks true', clone again.",
+            "Links are missing here: run 'git config --global core.symlinks true' and clone again.",
         )
     weights = folder / "model.safetensors"
     size = f"{weights.stat().st_size / 1e3:.0f} kB" if weights.is_file() else "weights not found"
