@@ -119,3 +119,18 @@ def test_diagnosing_a_run_loads_nothing_heavy(tmp_path):
 
 def test_importing_the_package_loads_neither_numpy_nor_torch():
     assert not loaded_by("import gradscope") & {"numpy", "torch", "xarray", "scipy"}
+
+
+def test_diagnose_works_where_torch_is_not_installed(tmp_path):
+    run = tmp_path / "run"
+    absent = ["torch", "transformers", "peft", "safetensors", "pydantic", "matplotlib", "seaborn", "jinja2"]
+    script = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({absent!r}))\n"  # None there makes an import fail
+        "from gradscope import cli, synthetic\n"
+        f"synthetic.write_run({str(run)!r}, 'cliff', seed=0)\n"
+        f"cli.main(['diagnose', {str(run)!r}])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr
+    assert "cliff" in out.stdout
