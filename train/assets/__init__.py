@@ -1,0 +1,1 @@
+"""The embedded tiny base model: its tokenizer, its configuration, how it was made and how it is measured."""
