@@ -93,7 +93,7 @@ def read_strategies(reply: str, *, max_strategies: int, style: Style) -> Strateg
     """Reads an orchestrator's strategies and cuts them to the number of workers.
 
     Compact: the letters L and R. Natural: numbered STRATEGY lines sorted by number, else a numbered list,
-    else (fallback) lines of more than 10 characters. Nothing readable (fallback): the whole text as one strategy.
+    else (fallback) lines of more than 10 characters. Else (fallback) the whole text.
     In format is exactly one letter a worker (compact) or 1 to `max_strategies` STRATEGY lines (natural).
     """
     text = visible_text(reply).strip()
