@@ -1,0 +1,86 @@
+"""Gradient amplification: copies of one role come to push the same way, and harder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gradscope.stats.grams import checked_grams, checked_steps, coherence, log_size
+from gradscope.stats.steps import as_step
+from gradscope.stats.windows import onset, windows_for
+
+Array = NDArray[np.float64]
+
+COHERENCE_UNIT = 0.2
+SIZE_UNIT = 0.3
+FOUND = 1.0
+POSSIBLE = 0.4
+"""Units and thresholds of reference/logs_and_detectors.md 5.3. They were calibrated there on
+(sum G / trace G - 1) / (N - 1); the coherence used here equals it where the copies' norms are equal."""
+
+
+@dataclass(frozen=True)
+class Amplification:
+    """Whether a role's copies came to amplify its gradient, or how near the run came to it.
+
+    Attributes:
+        score: The weaker of the parts `coherence` and `size`.
+        verdict: `amplification` from 1, `possible` from 0.4, else `none`; `undetermined` where a window holds
+            fewer than five steps with values, or the windows would overlap.
+        index: Row at which both had begun to rise; None where undetermined.
+        step: `step[index]`; None where no steps were given or nothing is determined.
+        parts: `coherence` (rise in units of 0.2) and `size` (rise of the log norm in units of 0.3), and the
+            medians of the first and last window: `coherence_base`, `coherence_final`, `growth` (ratio of norms).
+    """
+
+    score: float
+    verdict: str
+    index: int | None
+    step: int | float | None
+    parts: Mapping[str, float]
+
+
+def find_amplification(slot_gram: ArrayLike, *, step: ArrayLike | None = None) -> Amplification:
+    """Returns whether the copies of one role became both more coherent and larger in gradient.
+
+    Compares medians over the last fifth of the steps with those over the first fifth (at least ten steps each).
+    Coherence is kappa = sum_{i!=j} G_ij / sum_{i!=j} n_i n_j, size half the log of the mean squared norm. With
+    one adapter per slot nothing adds the copies' gradients: there a rise is a symptom, not a mechanism.
+
+    Args:
+        slot_gram: `[T, N, N]` products of the gradients of one role's N slots, N at least 2; NaN where a slot
+            has no rows or there was no signal.
+        step: `[T]` increasing training steps.
+
+    Raises:
+        SchemaError: Shapes that do not fit, or numbers that cannot be.
+    """
+    grams = checked_grams(slot_gram, name="slot_gram", least=2)
+    steps = checked_steps(step, grams.shape[0])
+    kappa, size = coherence(grams), log_size(grams)
+    windows = windows_for(grams.shape[0])
+    if windows is None:
+        return _undetermined({})
+    kappa_base, kappa_final = (float(value) for value in windows.medians(kappa))
+    size_base, size_final = (float(value) for value in windows.medians(size))
+    parts = {
+        "coherence": (kappa_final - kappa_base) / COHERENCE_UNIT,
+        "size": (size_final - size_base) / SIZE_UNIT,
+        "coherence_base": kappa_base,
+        "coherence_final": kappa_final,
+        "growth": float(np.exp(size_final - size_base)),
+    }
+    score = float(np.min([parts["coherence"], parts["size"]]))
+    if not np.isfinite(score):
+        return _undetermined(parts)
+    rise = np.minimum((kappa - kappa_base) / COHERENCE_UNIT, (size - size_base) / SIZE_UNIT)
+    row = onset(rise, base=float(np.nanmedian(rise[windows.base])), final=score)
+    verdict = "amplification" if score >= FOUND else "possible" if score >= POSSIBLE else "none"
+    return Amplification(score, verdict, row, as_step(steps, row), parts)
+
+
+def _undetermined(parts: Mapping[str, float]) -> Amplification:
+    return Amplification(float("nan"), "undetermined", None, None, parts)

@@ -1,0 +1,169 @@
+"""Role capture: one role takes over a policy that several roles share, and the others' replies drift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gradscope.errors import SchemaError
+from gradscope.stats.grams import alignments, checked_grams, checked_steps, energy_shares, logit
+from gradscope.stats.steps import as_step
+from gradscope.stats.windows import Windows, onset, windows_for
+
+Array = NDArray[np.float64]
+
+SHARE_UNIT = 0.8
+ALIGNMENT_UNIT = 0.25
+LENGTH_UNIT = 0.3
+VIOLATION_UNIT = 0.10
+CAPTURE = 0.75
+POSSIBLE = 0.5
+DOMINANCE = 1.0
+"""Units and thresholds of reference/logs_and_detectors.md 5.2, calibrated on the statistics defined here."""
+SHORTEST_REPLY = 0.5
+"""Tokens; a role that falls silent has a long way to go down in log length, not an infinite one."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Whether one role took over a shared policy, or how near the run came to it.
+
+    Attributes:
+        score: The weakest of the three parts share, alignment and drift, each in units of its threshold.
+        verdict: `capture` from 0.75; else `dominance` where share and alignment both reach 1 without drift of
+            another role; else `possible` from 0.5; else `none`. `undetermined` where a window holds fewer than
+            five steps with values, the windows would overlap, or neither lengths nor violations are known.
+        role: Index of the role with the largest share at the end; None where undetermined.
+        index: Row at which its share left the first level; None where undetermined.
+        step: `step[index]`; None where no steps were given or nothing is determined.
+        parts: `share`, `alignment`, `drift` (the score is their smallest), what drift is made of
+            (`drift_length`, `drift_violation`, of role index `drift_role`), the captor's median share in both
+            windows (`share_base`, `share_final`), and `drift_from`: which records drift was read from.
+    """
+
+    score: float
+    verdict: str
+    role: int | None
+    index: int | None
+    step: int | float | None
+    parts: Mapping[str, float | str]
+
+
+def find_capture(
+    role_gram: ArrayLike, role_tokens: ArrayLike, role_violation: ArrayLike, *, step: ArrayLike | None = None
+) -> Capture:
+    """Returns whether one role's gradient took over a shared policy while another role's replies drifted.
+
+    Compares the last fifth of the steps with the first fifth (at least ten steps each): the captor's energy
+    share must rise (in log odds), it must align with the sum more than the others do, and another role must
+    change its reply length more than the captor, or break its format more often. Its own baseline removes an
+    imbalance that is there from the start.
+
+    Args:
+        role_gram: `[T, R, R]` products of the roles' gradients on the shared policy, R at least 2; NaN rows
+            where there was no signal.
+        role_tokens: `[T, R]` mean reply tokens, NaN where unknown.
+        role_violation: `[T, R]` fraction of replies outside their format; all NaN where unknown.
+        step: `[T]` increasing training steps.
+
+    Raises:
+        SchemaError: Shapes that do not fit, or numbers that cannot be.
+    """
+    grams = checked_grams(role_gram, name="role_gram", least=2)
+    tokens = _checked_replies(role_tokens, grams, name="role_tokens", largest=np.inf)
+    violations = _checked_replies(role_violation, grams, name="role_violation", largest=1.0)
+    steps = checked_steps(step, grams.shape[0])
+    windows = windows_for(grams.shape[0])
+    if windows is None:
+        return _undetermined({})
+    shares = energy_shares(grams)
+    base, final = windows.medians(shares)
+    if not np.isfinite(base + final).all():
+        return _undetermined({})
+    captor = int(np.argmax(final))
+    parts = {
+        "share": float(logit(final)[captor] - logit(base)[captor]) / SHARE_UNIT,
+        "alignment": _alignment_gain(grams, captor, windows) / ALIGNMENT_UNIT,
+        **_drift(tokens, violations, captor, windows),
+        "share_base": float(base[captor]),
+        "share_final": float(final[captor]),
+    }
+    score = float(np.min([parts["share"], parts["alignment"], parts["drift"]]))
+    if not np.isfinite(score):
+        return _undetermined(parts)
+    row = onset(
+        logit(shares[:, captor]), base=float(logit(base)[captor]), final=float(logit(final)[captor])
+    )
+    return Capture(
+        score=score,
+        verdict=_verdict(score, min(float(parts["share"]), float(parts["alignment"]))),
+        role=captor,
+        index=row,
+        step=as_step(steps, row),
+        parts=parts,
+    )
+
+
+def _undetermined(parts: Mapping[str, float | str]) -> Capture:
+    return Capture(float("nan"), "undetermined", None, None, None, parts)
+
+
+def _verdict(score: float, gradients: float) -> str:
+    if score >= CAPTURE:
+        return "capture"
+    if gradients >= DOMINANCE:
+        return "dominance"
+    return "possible" if score >= POSSIBLE else "none"
+
+
+def _checked_replies(values: ArrayLike, grams: Array, *, name: str, largest: float) -> Array:
+    """Returns a per-role record of replies as `[T, R]`, NaN allowed."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != grams.shape[:2]:
+        raise SchemaError(
+            f"{name} has shape {array.shape}, role_gram {grams.shape}: expected {grams.shape[:2]}, [T, R]."
+        )
+    if ((array < 0) | (array > largest)).any():
+        row, role = np.argwhere((array < 0) | (array > largest))[0]
+        raise SchemaError(
+            f"{name}[{row}, {role}] = {array[row, role]:g} is not between 0 and {largest:g}; use NaN for missing."
+        )
+    return array
+
+
+def _alignment_gain(grams: Array, captor: int, windows: Windows) -> float:
+    """Returns the rise of the captor's alignment with the sum above the mean of the others'."""
+    base, final = windows.medians(alignments(grams))
+    rise = final - base
+    others = np.delete(rise, captor)
+    known = others[np.isfinite(others)]
+    return float(rise[captor] - known.mean()) if known.size else float("nan")
+
+
+def _drift(tokens: Array, violations: Array, captor: int, windows: Windows) -> dict[str, float | str]:
+    """Returns the largest drift of a role other than the captor, and which role and record show it."""
+    base, final = windows.medians(np.log(np.maximum(tokens, SHORTEST_REPLY)))
+    moved = np.abs(final - base)
+    own = moved[captor] if np.isfinite(moved[captor]) else 0.0
+    base_violation, final_violation = windows.means(violations)
+    drift_LR = np.stack([(moved - own) / LENGTH_UNIT, (final_violation - base_violation) / VIOLATION_UNIT])
+    drift_LR[:, captor] = np.nan
+    lengths, formats = np.isfinite(drift_LR).any(axis=1)
+    if not (lengths or formats):
+        return {"drift": float("nan"), "drift_from": "neither reply lengths nor format violations"}
+    role = int(np.argmax(np.where(np.isfinite(drift_LR), drift_LR, -np.inf).max(axis=0)))
+    sources = {
+        (True, True): "reply lengths and format violations",
+        (True, False): "reply lengths only",
+        (False, True): "format violations only",
+    }
+    return {
+        "drift": float(np.nanmax(drift_LR)),
+        "drift_length": float(drift_LR[0, role]),
+        "drift_violation": float(drift_LR[1, role]),
+        "drift_role": role,
+        "drift_from": sources[bool(lengths), bool(formats)],
+    }

@@ -1,0 +1,1 @@
+"""Statistics behind the detectors: pure functions, arrays in and arrays out."""

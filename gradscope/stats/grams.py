@@ -1,0 +1,105 @@
+"""Shares, alignment, coherence and size read from a series of Gram matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gradscope.errors import SchemaError
+
+Array = NDArray[np.float64]
+
+SMALLEST_SHARE = 1e-6
+"""Shares are kept this far from 0 and 1 before a logit is taken."""
+
+
+def checked_grams(grams: ArrayLike, *, name: str, least: int) -> Array:
+    """Returns Gram matrices as float64 `[T, N, N]`.
+
+    Args:
+        grams: What the caller gave.
+        name: What the caller calls it, for the message.
+        least: Smallest N that makes sense.
+
+    Raises:
+        SchemaError: It is not `[T, N, N]`, N is too small, or a squared norm is negative.
+    """
+    try:
+        array = np.asarray(grams, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"{name} must be an array of numbers: {error}.") from error
+    if array.ndim != 3 or array.shape[1] != array.shape[2]:
+        raise SchemaError(f"{name} has shape {array.shape}: expected one square matrix a step, [T, N, N].")
+    if array.shape[1] < least:
+        raise SchemaError(f"{name} has shape {array.shape}: there must be at least {least} gradients to compare.")
+    diagonals = np.diagonal(array, axis1=1, axis2=2)
+    if (diagonals < 0).any():
+        row, column = np.argwhere(diagonals < 0)[0]
+        raise SchemaError(f"{name}[{row}, {column}, {column}] is negative: a diagonal holds squared norms.")
+    return array
+
+
+def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
+    """Returns the steps of the rows as `[T]`.
+
+    Raises:
+        SchemaError: Their number differs from the rows', or they do not increase.
+    """
+    if step is None:
+        return None
+    steps = np.asarray(step, dtype=np.float64)
+    if steps.shape != (num_steps,):
+        raise SchemaError(f"step has shape {steps.shape}, expected ({num_steps},): one step a row.")
+    if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
+        raise SchemaError("step must be finite and increase from row to row: sort the rows by step first.")
+    return steps
+
+
+def energy_shares(grams: Array) -> Array:
+    """Returns each squared norm's share of their sum, `[T, N]`; NaN rows where any is missing or all are 0."""
+    squares = np.diagonal(grams, axis1=1, axis2=2)
+    total = squares.sum(axis=1, keepdims=True)
+    return np.divide(
+        squares, total, out=np.full(squares.shape, np.nan), where=np.isfinite(total) & (total > 0)
+    )
+
+
+def alignments(grams: Array) -> Array:
+    """Returns the cosine of each gradient with the sum of all, `[T, N]`; NaN where either is 0 or missing."""
+    squares = np.diagonal(grams, axis1=1, axis2=2)
+    scale = np.sqrt(squares * np.clip(grams.sum(axis=(1, 2)), 0.0, None)[:, None])
+    return np.divide(
+        grams.sum(axis=2), scale, out=np.full(squares.shape, np.nan), where=np.isfinite(scale) & (scale > 0)
+    )
+
+
+def coherence(grams: Array) -> Array:
+    """Returns kappa = sum_{i!=j} G_ij / sum_{i!=j} n_i n_j of the gradients that are there, `[T]`.
+
+    0 orthogonal, 1 aligned, negative cancelling, whatever the norms; NaN with fewer than two gradients.
+    """
+    squares = np.diagonal(grams, axis1=1, axis2=2)
+    norms = np.sqrt(np.where(np.isfinite(squares), squares, 0.0))
+    present = np.where(np.isfinite(grams), grams, 0.0)
+    products = norms.sum(axis=1) ** 2 - (norms**2).sum(axis=1)
+    inner = present.sum(axis=(1, 2)) - np.diagonal(present, axis1=1, axis2=2).sum(axis=1)
+    enough = (norms > 0).sum(axis=1) >= 2
+    return np.divide(inner, products, out=np.full(products.shape, np.nan), where=enough)
+
+
+def log_size(grams: Array) -> Array:
+    """Returns half the log of the mean squared norm of the gradients that are there, `[T]`; NaN where all are 0.
+
+    The mean, not the sum, so that a copy that sits out a step does not look like a smaller gradient.
+    """
+    squares = np.diagonal(grams, axis1=1, axis2=2)
+    there = np.isfinite(squares)
+    total = np.where(there, squares, 0.0).sum(axis=1)
+    mean = np.divide(total, there.sum(axis=1), out=np.zeros(total.shape), where=there.any(axis=1))
+    return 0.5 * np.log(mean, out=np.full(mean.shape, np.nan), where=mean > 0)
+
+
+def logit(share: Array) -> Array:
+    """Returns the log odds of a share, finite also at 0 and 1; NaN stays NaN."""
+    inside = np.clip(share, SMALLEST_SHARE, 1.0 - SMALLEST_SHARE)
+    return np.log(inside) - np.log1p(-inside)
