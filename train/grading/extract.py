@@ -8,7 +8,7 @@ _BOX = re.compile(r"\\boxed\s*\{")
 _NUMBER = re.compile(
     r"(?<![\w.�])[-+]?"  # a sign counts only where no digit or letter stands before it
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-    r"(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!�)"
+    r"(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?![\d,.]*�)"
 )
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n`]*$", re.MULTILINE)
 _ALIASES = {"python": ("python", "python3", "py")}

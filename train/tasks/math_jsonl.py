@@ -150,7 +150,7 @@ def _read_answer(record: Mapping[str, object], where: str) -> str:
         found = {"reward_model.ground_truth": reward_model["ground_truth"]}
     if not found:
         raise DataError(
-            f"{where}: field 'final_answer' is missing. Allowed: {', '.join(_ANSWER_FIELDS)} or in reward_model."
+            f"{where}: field 'final_answer' is missing. Allowed: {', '.join(_ANSWER_FIELDS)} or reward_model."
         )
     name, value = next(iter(found.items()))
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():

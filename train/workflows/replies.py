@@ -50,19 +50,22 @@ class Strategies:
 
 
 def read_choice(reply: str, *, num_candidates: int, style: Style) -> Choice:
-    r"""Reads an aggregator's choice: the last in-range `\boxed{}`, else the last in-range standalone digit.
+    r"""Reads an aggregator's choice; nothing readable is candidate 1, as a fallback.
 
-    Nothing readable: candidate 1, as a fallback. In format is a reply that is one in-range digit (compact) or
-    holds an in-range box (natural).
+    Compact: the reply is one in-range digit. Natural: the last in-range `\boxed{}`, which is the format, else
+    the last in-range standalone digit.
     """
     text = visible_text(reply)
+    if style == "compact":
+        position = "123456789".find(text.strip()) if len(text.strip()) == 1 else -1
+        readable = 0 <= position < num_candidates
+        return Choice(position if readable else 0, in_format=readable, fallback=not readable)
     boxed = [int(box) for box in boxes(text) if box.isascii() and box.isdigit() and len(box) < 3]
     digits = [int(digit) for digit in _STANDALONE_DIGIT.findall(text)]
     for values, is_box in ((boxed, True), (digits, False)):
         in_range = [value for value in values if 1 <= value <= num_candidates]
         if in_range:
-            exact = text.strip() == str(in_range[-1])
-            return Choice(in_range[-1] - 1, is_box if style == "natural" else exact, fallback=False)
+            return Choice(in_range[-1] - 1, in_format=is_box, fallback=False)
     return Choice(0, in_format=False, fallback=True)
 
 
@@ -102,7 +105,7 @@ def read_strategies(reply: str, *, max_strategies: int, style: Style) -> Strateg
         in_format = len(text) == len(letters) == max_strategies
         return Strategies(letters[:max_strategies] or (text,), in_format, fallback=not letters)
     named = sorted(
-        ((_number(n), s.strip()) for n, s in _STRATEGY_LINE.findall(text)), key=lambda pair: pair[0]
+        ((_number(n), s.strip("* ")) for n, s in _STRATEGY_LINE.findall(text)), key=lambda pair: pair[0]
     )
     listed = named or [(_number(n), s.strip()) for n, s in _NUMBERED_LINE.findall(text)]
     if listed:
