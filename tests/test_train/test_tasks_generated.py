@@ -80,7 +80,7 @@ def test_a_bad_difficulty_is_refused(name, option, value):
 
 def test_unknown_splits_and_negative_indices_are_refused():
     task = TASKS.get("arithmetic")()
-    with pytest.raises(UnknownNameError, match="unknown split 'heldout'. Did you mean 'held_out'"):
+    with pytest.raises(UnknownNameError, match=r"unknown split 'heldout'. Did you mean 'held_out'"):
         task.problem("heldout", 0)
     with pytest.raises(ConfigError, match="index -1"):
         task.problem("train", -1)
