@@ -1,0 +1,151 @@
+"""The labels and user variables of one run, from which every array's shape follows.
+
+Labels are only ever appended, so an array of an older layout fits a newer one by padding at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, TABLES, USER_TABLES, Variable, base_dim
+
+_NO_USER: dict[str, tuple[Variable, ...]] = dict.fromkeys(USER_TABLES, ())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Labels along every named dim, and the variables that only this run has.
+
+    Attributes:
+        labels: Dim to labels, for each of `schema.LABEL_DIMS`.
+        slot_role: Role of each slot, in the order of the slots.
+        slot_policy: Policy of each slot.
+        user: Variables of the two user tables.
+        sketch_dim: Length of a row's sketch; 0 until one is written.
+    """
+
+    labels: Mapping[str, tuple[str, ...]]
+    slot_role: tuple[str, ...]
+    slot_policy: tuple[str, ...]
+    user: Mapping[str, tuple[Variable, ...]] = field(default_factory=lambda: dict(_NO_USER))
+    sketch_dim: int = 0
+
+    @classmethod
+    def of_slots(cls, slots: Mapping[str, str], policies: Mapping[str, str]) -> Layout:
+        """Returns the layout of a new run.
+
+        Args:
+            slots: Slot to role, in the workflow's order.
+            policies: Slot to policy.
+        """
+        roles = tuple(dict.fromkeys(slots.values()))
+        labels = dict.fromkeys(LABEL_DIMS, ()) | {
+            "role": roles,
+            "slot": tuple(slots),
+            "policy": tuple(dict.fromkeys(policies[slot] for slot in slots)),
+            "contributor": roles + EXTRA_CONTRIBUTORS,
+        }
+        return cls(labels, tuple(slots.values()), tuple(policies[slot] for slot in slots))
+
+    def size(self, dim: str) -> int:
+        """Returns the length of a dim that does not grow."""
+        return self.sketch_dim if dim == "sketch_dim" else len(self.labels[base_dim(dim)])
+
+    def shape(self, variable: Variable) -> tuple[int, ...]:
+        """Returns the shape of one row of a variable."""
+        return tuple(self.size(dim) for dim in variable.dims[1:])
+
+    def variable(self, table: str, name: str) -> Variable | None:
+        """Returns a variable of the schema or of the user, or None."""
+        known = TABLES[table].variable(name)
+        return known or self._user_by_name.get((table, name))
+
+    def index(self, dim: str) -> Mapping[str, int]:
+        """Returns label to position along a dim."""
+        return self._positions[base_dim(dim)]
+
+    @cached_property
+    def _user_by_name(self) -> dict[tuple[str, str], Variable]:
+        return {(table, v.name): v for table, variables in self.user.items() for v in variables}
+
+    @cached_property
+    def _positions(self) -> dict[str, dict[str, int]]:
+        return {
+            dim: {label: index for index, label in enumerate(labels)} for dim, labels in self.labels.items()
+        }
+
+    @cached_property
+    def identity(self) -> int:
+        """A checksum of the labels, by which journal records name the layout that they were written in."""
+        return zlib.crc32(json.dumps([dict(self.labels), self.sketch_dim], sort_keys=True).encode())
+
+    @property
+    def extent(self) -> int:
+        """Number of labels and user variables in all; of two layouts of one run the larger came later."""
+        return sum(map(len, self.labels.values())) + sum(map(len, self.user.values())) + (self.sketch_dim > 0)
+
+    def with_labels(self, dim: str, names: Iterable[str]) -> Layout:
+        """Returns the layout with further labels at the end of a dim other than `slot`."""
+        extended = tuple(dict.fromkeys((*self.labels[dim], *names)))
+        if extended == self.labels[dim]:
+            return self
+        return replace(self, labels={**self.labels, dim: extended})
+
+    def with_slots(self, slots: Mapping[str, str], policies: Mapping[str, str]) -> Layout:
+        """Returns the layout with further slots, and the roles and policies that they bring."""
+        new = [slot for slot in slots if slot not in self.index("slot")]
+        layout = self.with_labels("role", (slots[slot] for slot in new))
+        layout = layout.with_labels("contributor", (slots[slot] for slot in new))
+        layout = layout.with_labels("policy", (policies[slot] for slot in new)).with_labels("slot", new)
+        return replace(
+            layout,
+            slot_role=self.slot_role + tuple(slots[slot] for slot in new),
+            slot_policy=self.slot_policy + tuple(policies[slot] for slot in new),
+        )
+
+    def with_sketch(self, sketch_dim: int) -> Layout:
+        """Returns the layout with the length of sketches fixed."""
+        return replace(self, sketch_dim=sketch_dim)
+
+    def with_user(self, table: str, variable: Variable) -> Layout:
+        """Returns the layout with one more variable of the user's own."""
+        return replace(self, user={**self.user, table: (*self.user[table], variable)})
+
+    def to_json(self) -> str:
+        """Returns the layout as one JSON object."""
+        user = {
+            table: [[v.name, v.dims, v.dtype, v.long_name] for v in variables]
+            for table, variables in self.user.items()
+        }
+        own = {"labels": self.labels, "slot_role": self.slot_role, "slot_policy": self.slot_policy}
+        return json.dumps({**own, "user": user, "sketch_dim": self.sketch_dim})
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Layout:
+        """Rebuilds a layout from what `to_json` wrote, parsed."""
+        labels = {dim: tuple(value["labels"].get(dim, ())) for dim in LABEL_DIMS}
+        user = {
+            table: tuple(
+                user_variable(name, tuple(dims), dtype, long_name)
+                for name, dims, dtype, long_name in value["user"].get(table, ())
+            )
+            for table in USER_TABLES
+        }
+        return cls(labels, tuple(value["slot_role"]), tuple(value["slot_policy"]), user, value["sketch_dim"])
+
+
+def user_variable(name: str, dims: tuple[str, ...], dtype: str, long_name: str) -> Variable:
+    """Returns the description of a variable that the caller logs under a name of their own."""
+    return Variable(name, dims, dtype, "1" if dtype != "str" else "", long_name)
+
+
+def module_layer(module: str) -> int:
+    """Returns the first whole number among the parts of a module's name; -1 when there is none."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return int(match.group(1)) if match else -1

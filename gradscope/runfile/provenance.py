@@ -1,0 +1,62 @@
+"""Where and with what a run was made: code, packages, machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gradscope.schema import SCHEMA_VERSION
+
+_PACKAGES = ("numpy", "scipy", "h5py", "xarray", "torch", "transformers", "peft", "tokenizers", "trl", "vllm")
+
+
+def now() -> str:
+    """Returns the time in ISO 8601, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def root_attributes(
+    config: Mapping[str, Any] | None, seed: int | None, hardware: str | None
+) -> dict[str, Any]:
+    """Returns the root attributes of a new run."""
+    attributes: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "gradscope_version": installed("gradscope-rl") or "unknown",
+        "run_id": uuid.uuid4().hex,
+        "created_at": now(),
+        "config_json": config_json(config),
+        "git_hash": git_hash(),
+        "packages_json": json.dumps({name: found for name in _PACKAGES if (found := installed(name))}),
+        "hardware": hardware or f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
+    }
+    return attributes if seed is None else {**attributes, "seed": int(seed)}
+
+
+def config_json(config: Mapping[str, Any] | None) -> str:
+    """Returns a configuration as JSON; what JSON cannot say is spelled as text."""
+    return json.dumps({} if config is None else dict(config), default=str)
+
+
+def installed(package: str) -> str | None:
+    """Returns the version of an installed package, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def git_hash() -> str:
+    """Returns the commit of the working directory, `-dirty` if changed; empty outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""

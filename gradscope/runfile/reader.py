@@ -1,0 +1,104 @@
+"""Opens a run as an xarray.DataTree, also while it is being written and after a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+
+from gradscope.runfile.batch import Batch, Columns, select
+from gradscope.runfile.content import Content
+from gradscope.runfile.layout import Layout, module_layer
+from gradscope.runfile.load import load
+from gradscope.schema import (
+    DIM_DESCRIPTIONS,
+    LABEL_DIMS,
+    MIRROR_DIMS,
+    ROOT_VARIABLES,
+    SUPERSEDED,
+    TABLES,
+    Variable,
+    base_dim,
+)
+
+
+def open_run(path: str | Path) -> xr.DataTree:
+    """Returns everything logged so far, up to the last whole record, loaded into memory.
+
+    Missing values are NaN, counts included; only variables that are never missing stay integers. Groups and
+    variables that nobody wrote are absent. Rows that a resume left behind stand under `superseded`.
+    Evaluations are in the order of their steps.
+
+    Args:
+        path: The run directory, or its `run.h5`.
+
+    Raises:
+        RunFileError: There is no run, the file is not ours or damaged, or its format is too new.
+    """
+    return to_datatree(load(path).content)
+
+
+def to_datatree(content: Content) -> xr.DataTree:
+    """Returns the run in the form in which everybody reads it."""
+    root = _root(content.layout).assign_attrs(dict(content.attributes))
+    nodes: dict[str, xr.Dataset] = {"/": root, **_datasets(content.tables, content.layout)}
+    for name, group in content.superseded.items():
+        place = f"/{SUPERSEDED}/{name}"
+        nodes[place] = xr.Dataset(attrs=dict(group.attributes))
+        nodes |= {place + inner: data for inner, data in _datasets(group.tables, content.layout).items()}
+    return xr.DataTree.from_dict(nodes)
+
+
+def _root(layout: Layout) -> xr.Dataset:
+    coordinates = {}
+    for dim in (*LABEL_DIMS, *MIRROR_DIMS):
+        if layout.size(dim):
+            labels = np.array(layout.labels[base_dim(dim)], dtype=str)
+            attributes = {"long_name": DIM_DESCRIPTIONS[base_dim(dim)], "units": ""}
+            coordinates[dim] = xr.Variable((dim,), labels, attributes)
+    if layout.sketch_dim:
+        attributes = {"long_name": "number of the random projection", "units": "1"}
+        coordinates["sketch_dim"] = xr.Variable(("sketch_dim",), np.arange(layout.sketch_dim), attributes)
+    modules = layout.labels["module"]
+    values = {
+        "slot_role": np.array(layout.slot_role, dtype=str),
+        "slot_policy": np.array(layout.slot_policy, dtype=str),
+        "module_layer": np.array([module_layer(module) for module in modules], dtype="i4"),
+        "module_kind": np.array([module.rsplit(".", 1)[-1] for module in modules], dtype=str),
+    }
+    data = {v.name: _variable(values[v.name], v) for v in ROOT_VARIABLES if layout.size(v.dims[0])}
+    return xr.Dataset(data, coordinates)
+
+
+def _datasets(tables: Batch, layout: Layout) -> dict[str, xr.Dataset]:
+    datasets: dict[str, xr.Dataset] = {}
+    for name, columns in tables.items():
+        table = TABLES[name]
+        if name == "eval":
+            columns = select(columns, np.argsort(columns["step"], kind="stable"))
+        dataset = _dataset(columns, name, layout)
+        place = f"/{table.group}"
+        datasets[place] = datasets[place].merge(dataset) if place in datasets else dataset
+        datasets[place].attrs["description"] = TABLES[table.group].description
+    return datasets
+
+
+def _dataset(columns: Columns, table: str, layout: Layout) -> xr.Dataset:
+    variables = {}
+    for name, column in columns.items():
+        variable = layout.variable(table, name)
+        if variable is not None:
+            variables[name] = _variable(column, variable)
+    dim = TABLES[table].dim
+    coordinates = {dim: variables.pop(dim)}
+    return xr.Dataset(variables, coordinates)
+
+
+def _variable(values: np.ndarray, variable: Variable) -> xr.Variable:
+    if values.dtype.kind == "i" and not variable.required:
+        values = np.where(values == variable.fill, np.nan, values)
+    if values.dtype == object:
+        values = values.astype(str)
+    attributes = {"units": variable.units, "long_name": variable.long_name}
+    return xr.Variable(variable.dims, values, attributes, fastpath=True)

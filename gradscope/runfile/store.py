@@ -1,0 +1,219 @@
+"""The HDF5 side of the run file: writing one whole, growing a copy of one, reading one back.
+
+Every axis has a dimension scale, so any netCDF4 reader opens the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gradscope.runfile.batch import Batch, Columns
+from gradscope.runfile.content import Content, segment_spans
+from gradscope.runfile.layout import Layout, module_layer
+from gradscope.schema import (
+    DIM_DESCRIPTIONS,
+    LABEL_DIMS,
+    MIRROR_DIMS,
+    ROOT_VARIABLES,
+    SUPERSEDED,
+    TABLES,
+    USER_TABLES,
+    Table,
+    Variable,
+    base_dim,
+)
+
+_ATTRIBUTE_BYTES = 60_000
+"""HDF5 of the widest compatibility holds no attribute above 64 KB."""
+_CHUNK_BYTES = 65_536
+_LONGEST_CHUNK = 4096
+_WIDE_ROW_BYTES = 512
+_WIDE_CHUNK = 64
+
+Scales = dict[str, h5py.Dataset]
+
+
+def write(path: Path, content: Content) -> None:
+    """Writes the whole run into a new file at `path`, not yet synced to the disk."""
+    with h5py.File(path, "w") as file:
+        _write_attributes(file, content.attributes)
+        scales = _write_labels(file, content.layout)
+        _append_tables(file, content.tables, content.layout, scales)
+        for name, group in content.superseded.items():
+            # Scales of its own: the list of users that HDF5 keeps with each scale has a fixed limit.
+            node = file.require_group(SUPERSEDED).create_group(name)
+            _write_attributes(node, group.attributes)
+            _append_tables(node, group.tables, content.layout, _write_labels(node, content.layout))
+        _write_spans(file)
+
+
+def grow(path: Path, batch: Batch, layout: Layout, attributes: Mapping[str, Any]) -> None:
+    """Appends rows to a file that has exactly this layout. Only ever called on a private copy."""
+    with h5py.File(path, "r+") as file:
+        _write_attributes(file, attributes)
+        scales = {dim: file[dim] for dim in _fixed_dims(layout)}
+        _append_tables(file, batch, layout, scales)
+        _write_spans(file)
+
+
+def read_tables(file: h5py.Group, layout: Layout) -> Batch:
+    """Reads every table of the schema, and of the layout's own variables, found in a group."""
+    batch: Batch = {}
+    for table in TABLES.values():
+        if table.group not in file or table.dim not in file[table.group]:
+            continue
+        columns = {
+            name: _values(dataset, variable)
+            for name, dataset in file[table.group].items()
+            if (variable := layout.variable(table.name, name)) is not None
+        }
+        batch[table.name] = columns
+    return batch
+
+
+def read_layout(file: h5py.File) -> Layout:
+    """Reads the labels and the user variables of a file."""
+    labels = {dim: tuple(file[dim].asstr()[...].tolist()) if dim in file else () for dim in LABEL_DIMS}
+    user: dict[str, tuple[Variable, ...]] = dict.fromkeys(USER_TABLES, ())
+    for table in (TABLES[name] for name in USER_TABLES):
+        user[table.name] = tuple(_user_variables(file, table))
+    return Layout(
+        labels,
+        tuple(file["slot_role"].asstr()[...].tolist()),
+        tuple(file["slot_policy"].asstr()[...].tolist()),
+        user,
+        len(file["sketch_dim"]) if "sketch_dim" in file else 0,
+    )
+
+
+def _user_variables(file: h5py.File, table: Table) -> Iterator[Variable]:
+    for name, dataset in file.get(table.group, {}).items():
+        dims = tuple(scales[0].name.rsplit("/", 1)[-1] for scales in dataset.dims if len(scales))
+        if name in (TABLES[user].dim for user in USER_TABLES) or not dims or dims[0] != table.dim:
+            continue
+        dtype = "str" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype.str[1:]
+        yield Variable(name, dims, dtype, dataset.attrs["units"], dataset.attrs["long_name"])
+
+
+def _values(dataset: h5py.Dataset, variable: Variable) -> np.ndarray:
+    return dataset.asstr()[...] if variable.dtype == "str" else dataset[...]
+
+
+def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, str) and len(value.encode()) > _ATTRIBUTE_BYTES:
+            value = json.dumps({"too_long_for_an_attribute_see": f"/segments/{name}"})
+        group.attrs[name] = value
+
+
+def _fixed_dims(layout: Layout) -> list[str]:
+    dims = [dim for dim in (*LABEL_DIMS, *MIRROR_DIMS) if layout.size(dim)]
+    return [*dims, "sketch_dim"] if layout.sketch_dim else dims
+
+
+def _write_labels(group: h5py.Group, layout: Layout) -> Scales:
+    """Writes the coordinates of all named dims and what belongs to them; returns the scales."""
+    scales: Scales = {}
+    for dim in _fixed_dims(layout):
+        if dim == "sketch_dim":
+            data: Any = np.arange(layout.sketch_dim, dtype="i4")
+            description = "number of the random projection"
+        else:
+            data = np.array(layout.labels[base_dim(dim)], dtype=object)
+            description = DIM_DESCRIPTIONS[base_dim(dim)]
+        dtype = h5py.string_dtype() if data.dtype == object else data.dtype
+        scales[dim] = group.create_dataset(dim, data=data, dtype=dtype)
+        scales[dim].make_scale(dim)
+        scales[dim].attrs.update({"long_name": description, "units": "" if data.dtype == object else "1"})
+    modules = layout.labels["module"]
+    values: dict[str, list[Any]] = {
+        "slot_role": list(layout.slot_role),
+        "slot_policy": list(layout.slot_policy),
+        "module_layer": [module_layer(module) for module in modules],
+        "module_kind": [module.rsplit(".", 1)[-1] for module in modules],
+    }
+    for variable in ROOT_VARIABLES:
+        if layout.size(variable.dims[0]):
+            dtype = h5py.string_dtype() if variable.dtype == "str" else variable.dtype
+            dataset = group.create_dataset(variable.name, data=values[variable.name], dtype=dtype)
+            _describe(dataset, variable)
+            dataset.dims[0].attach_scale(scales[variable.dims[0]])
+    return scales
+
+
+def _append_tables(file: h5py.Group, batch: Batch, layout: Layout, scales: Scales) -> None:
+    for name, columns in batch.items():
+        table = TABLES[name]
+        group = file.require_group(table.group)
+        group.attrs["description"] = TABLES[table.group].description
+        _append_table(group, table, columns, layout, scales)
+
+
+def _append_table(group: h5py.Group, table: Table, columns: Columns, layout: Layout, scales: Scales) -> None:
+    start = len(group[table.dim]) if table.dim in group else 0
+    stop = start + len(columns[table.dim])
+    present = [name for name in group if layout.variable(table.name, name) is not None]
+    names = dict.fromkeys([table.dim, *present, *columns])
+    for name in names:
+        variable = layout.variable(table.name, name)
+        if variable is None:
+            continue
+        if name not in group:
+            dataset = _create(group, variable, table.dim, stop, layout, scales)
+        else:
+            dataset = group[name]
+            dataset.resize(stop, axis=0)
+        if name in columns and stop > start:
+            dataset[start:stop] = columns[name]
+
+
+def _create(
+    group: h5py.Group, variable: Variable, dim: str, length: int, layout: Layout, scales: Scales
+) -> h5py.Dataset:
+    rest = layout.shape(variable)
+    is_text = variable.dtype == "str"
+    row_bytes = (16 if is_text else np.dtype(variable.dtype).itemsize) * int(np.prod(rest))
+    rows = min(_LONGEST_CHUNK, max(1, _CHUNK_BYTES // max(row_bytes, 1)))
+    options: dict[str, Any] = (
+        {} if is_text else {"compression": "gzip", "compression_opts": 4, "shuffle": True}
+    )
+    dataset = group.create_dataset(
+        variable.name,
+        shape=(length, *rest),
+        maxshape=(None, *rest),
+        chunks=(_WIDE_CHUNK if row_bytes > _WIDE_ROW_BYTES else rows, *rest),
+        dtype=h5py.string_dtype() if is_text else variable.dtype,
+        fillvalue=None if is_text else variable.fill,
+        **options,
+    )
+    _describe(dataset, variable)
+    if variable.name == dim:
+        dataset.make_scale(dim)
+        return dataset
+    for axis, name in enumerate(variable.dims):
+        dataset.dims[axis].attach_scale(group[dim] if axis == 0 else scales[name])
+    return dataset
+
+
+def _describe(dataset: h5py.Dataset, variable: Variable) -> None:
+    dataset.attrs.update({"units": variable.units, "long_name": variable.long_name})
+    is_coordinate = variable.name == variable.dims[0]
+    if variable.dtype != "str" and not is_coordinate:
+        dataset.attrs["_FillValue"] = np.array([variable.fill], dtype=variable.dtype)
+
+
+def _write_spans(file: h5py.File) -> None:
+    if "segments" not in file:
+        return
+    groups = [file, *file.get(SUPERSEDED, {}).values()]
+    steps = [group["train"] for group in groups if "train" in group]
+    segments = file["segments"]
+    start, end = segment_spans(len(segments["segment"]), steps)
+    segments["start_step"][...] = start
+    segments["end_step"][...] = end
