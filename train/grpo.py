@@ -45,7 +45,8 @@ def group_advantages(
             the mean as 0 and the deviation as 1, as verl does.
 
     Returns:
-        `[N]` float64. A group whose rewards are all equal is exactly 0, unless its baseline is given or none.
+        `[N]` float64. A group whose rewards are all equal is exactly 0, unless they are compared with a given
+        baseline or with none and not divided by the group's deviation.
 
     Raises:
         ValueError: The lengths differ.
@@ -54,16 +55,22 @@ def group_advantages(
     groups_N = _group_numbers(group_ids)
     given = None if isinstance(baseline, str) else np.asarray(baseline, dtype=np.float64)
     if rewards_N.ndim != 1 or groups_N.shape != rewards_N.shape:
-        raise ValueError(f"rewards have shape {rewards_N.shape}, group ids {groups_N.shape}; both must be [N]")
+        raise ValueError(
+            f"rewards have shape {rewards_N.shape}, group ids {groups_N.shape}; both must be [N]"
+        )
     if given is not None and given.shape != rewards_N.shape:
         raise ValueError(f"the baseline has shape {given.shape}, the rewards {rewards_N.shape}")
     present_N = ~np.isnan(rewards_N)
-    batch_deviation = _deviation(rewards_N[present_N], ddof) if scale == "batch_std" else 1.0
+    batch_deviation = _deviation(rewards_N[present_N], ddof)
+    # A fixed or absent baseline compares a reward with something outside its group.
+    within_group = scale == "std" or (given is None and baseline != "none")
     advantages_N = np.full(rewards_N.shape, np.nan)
     for group in np.unique(groups_N[present_N]):
         members = np.flatnonzero((groups_N == group) & present_N)
         values = rewards_N[members]
-        if len(members) == 1 and singleton == "zero" and given is None and baseline != "none":
+        raw = len(members) == 1 and singleton == "raw"
+        # Equal rewards need no arithmetic, whose rounding would leave a residue to be divided by eps.
+        if within_group and not raw and values.max() == values.min():
             advantages_N[members] = 0.0
             continue
         centred = values - (given[members] if given is not None else _baseline(values, str(baseline)))
@@ -81,20 +88,16 @@ def _group_numbers(group_ids: Sequence[Hashable] | NDArray[np.generic]) -> NDArr
 def _baseline(values: Array, baseline: str) -> Array:
     if baseline == "none" or len(values) == 1:
         return np.zeros_like(values)
-    # Equal rewards need no arithmetic, whose rounding would leave a residue to be divided by eps.
-    if values.max() == values.min():
-        return values
     if baseline == "leave_one_out":
         return (values.sum() - values) / (len(values) - 1)
     return np.full_like(values, values.mean())
 
 
 def _deviation(values: Array, ddof: int) -> float:
-    if len(values) <= ddof or len(values) == 1:
+    """Returns the standard deviation; 1 of a single value, as in verl, and exactly 0 of equal ones."""
+    if len(values) < 2:
         return 1.0
-    if values.max() == values.min():
-        return 0.0
-    return float(values.std(ddof=ddof))
+    return 0.0 if values.max() == values.min() else float(values.std(ddof=ddof))
 
 
 def has_signal(rewards: ArrayLike, group_ids: Sequence[Hashable]) -> dict[Hashable, bool]:

@@ -33,8 +33,8 @@ def _check_batch(config: Config) -> None:
     rollout, minibatches = config.rollout, config.algorithm.num_minibatches
     if rollout.group_size < 2:
         raise ConfigError(
-            f"rollout.group_size is {rollout.group_size}: GRPO compares the episodes of one problem, so a group "
-            "needs at least 2. Set rollout.group_size=8."
+            f"rollout.group_size is {rollout.group_size}: GRPO compares the episodes of one problem, so a "
+            "group needs at least 2. Set rollout.group_size=8."
         )
     if rollout.num_problems % minibatches:
         fitting = [n for n in range(1, rollout.num_problems + 1) if rollout.num_problems % n == 0]

@@ -83,7 +83,7 @@ def _override_layer(override: str) -> dict[str, Any]:
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Lays sections over sections; a plug-in of another name drops the options of the one below."""
-    merged = {section: value for section, value in below.items()}
+    merged = dict(below)
     for section, value in above.items():
         old = merged.get(section)
         if not isinstance(value, Mapping) or not isinstance(old, Mapping):
@@ -102,7 +102,8 @@ def _refuse_unknown_keys(content: Mapping[str, Any], where: str) -> None:
     for section, value in content.items():
         if section not in sections:
             raise ConfigError(
-                f"{where}: unknown section '{section}'.{nearest(section, sections)} Allowed: {', '.join(sections)}."
+                f"{where}: unknown section '{section}'.{nearest(section, sections)} "
+                f"Allowed: {', '.join(sections)}."
             )
         if not isinstance(value, Mapping):
             raise ConfigError(

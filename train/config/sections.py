@@ -41,7 +41,7 @@ class WorkflowSection(PluginSection):
     name: str = "voting"
     """Workflow: see `gradscope list workflows`."""
     style: Style = "compact"
-    """Wording of the prompts: `natural` sentences for language models, `compact` tags for the embedded one."""
+    """Wording of the prompts: `natural` sentences, or `compact` tags for the embedded model."""
 
 
 class TaskSection(PluginSection):
@@ -179,7 +179,7 @@ class ProbesSection(Section):
 
     enabled: bool = True
     """Whether to measure; weights come out bit by bit the same either way."""
-    mode: str = "auto"
+    mode: Literal["auto", "observe"] = "auto"
     """How gradients are separated; see `gradscope.probes.attach`."""
 
 

@@ -1,0 +1,110 @@
+"""The probes of a training run: whatever fails in them is written down and never stops the training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from gradscope import probes
+from gradscope.runfile.update import UpdateRecord
+from gradscope.train.batch import Sample
+from gradscope.train.config.sections import ProbesSection
+
+
+class Probe:
+    """Measures slot gradients while it can.
+
+    Attributes:
+        seconds: Wall time spent in calls of the probe since last set to 0; its work inside the backward pass
+            is not in it.
+        events: Kind and message of what happened and was not yet taken.
+    """
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        roles: Mapping[str, str],
+        policies: Mapping[str, str],
+        *,
+        section: ProbesSection,
+    ) -> None:
+        self.seconds = 0.0
+        self.events: list[tuple[str, str]] = []
+        self._scope: probes.Scope | None = None
+        if not section.enabled:
+            return
+        try:
+            self._scope = probes.attach(network, roles, policies, mode=section.mode)
+        except Exception as error:
+            self._disable(error)
+            return
+        if self._scope.coverage:
+            names = ", ".join(self._scope.coverage)
+            self.events.append(("coverage", f"the Gram leaves out parameters: {names[:500]}"))
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients are being measured."""
+        return self._scope is not None
+
+    @contextmanager
+    def rows(self, samples: Sequence[Sample], token_weights: Sequence[float]) -> Iterator[None]:
+        """Says whose rows the forward pass inside the block holds.
+
+        Args:
+            samples: The rows of the pass, in order.
+            token_weights: Weight of one token of each row in the loss of the update.
+        """
+        with ExitStack() as stack:
+            if self._scope is not None:
+                begin = time.perf_counter()
+                lengths = [len(sample.row.completion_ids) for sample in samples]
+                try:
+                    stack.enter_context(
+                        self._scope.rows(
+                            [sample.row.slot for sample in samples],
+                            problems=[sample.problem for sample in samples],
+                            row_ids=[sample.row.id for sample in samples],
+                            tokens=lengths,
+                            advantages=[sample.advantage for sample in samples],
+                            loss_weights=[
+                                weight * n for weight, n in zip(token_weights, lengths, strict=True)
+                            ],
+                        )
+                    )
+                except Exception as error:
+                    self._disable(error)
+                self.seconds += time.perf_counter() - begin
+            yield
+
+    def step(self, optimizer: torch.optim.Optimizer) -> UpdateRecord | None:
+        """Returns what the backward passes since the last call amount to; call it before clipping."""
+        if self._scope is None:
+            return None
+        begin = time.perf_counter()
+        try:
+            record = self._scope.step(optimizer)
+        except Exception as error:
+            self._disable(error)
+            return None
+        self.seconds += time.perf_counter() - begin
+        return record[0] if isinstance(record, list) else record
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Returns the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def close(self) -> None:
+        """Removes every hook from the model."""
+        if self._scope is not None:
+            self._scope.detach()
+            self._scope = None
+
+    def _disable(self, error: Exception) -> None:
+        message = " ".join(str(error).split())[:500]
+        self.events.append(("probe_disabled", f"{type(error).__name__}: {message}"))
+        self.close()
