@@ -1,0 +1,177 @@
+"""Slot gradients of one module's parameters from its input and the gradient of its output.
+
+For a linear layer y = x W^T the gradient is a sum over rows, dW = sum_t dy_t x_t^T, so the rows of slot k give
+g_k exactly and sum_k g_k = dW. The other kinds are sums over rows in the same way.
+
+Legend: N tagged rows, S tokens of a row as the module sees it, T = N S, K slots, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from gradscope.errors import ProbeError
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.rows import RowBatch, RowPlan
+from gradscope.probes.targets import Target
+
+
+def add_products(
+    target: Target,
+    wanted: Mapping[str, nn.Parameter],
+    batch: RowBatch,
+    into: SlotAccumulators,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+) -> None:
+    """Adds each slot's gradient of the `wanted` parameters of a module to the sums.
+
+    Args:
+        target: The module.
+        wanted: The parameters that take part, by their name in the module.
+        batch: The rows that went through it.
+        into: The sums of the module's policy.
+        x: Its input, `[N, ...]`, or `[1, N, ...]` when tokens of packed rows are tagged.
+        dy: Gradient of its output, with the same leading axes.
+
+    Raises:
+        ProbeError: The input has not one row for each tag, or rows belong to slots of another policy.
+    """
+    packed = _is_packed(target, batch, x)
+    batch.packed |= packed
+    into.note_precision(dy.dtype)
+    if packed:
+        x, dy = x[0], dy[0]
+    if target.kind == "linear":
+        _linear(wanted, batch, into, x, dy)
+    elif target.kind == "embedding":
+        _embedding(target.module, wanted, batch, into, x, dy)
+    else:
+        _rowwise(target.module, wanted, batch, into, x, dy, packed=packed)
+
+
+def _is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
+    feature_axes = len(getattr(target.module, "normalized_shape", (1,))) if target.kind != "embedding" else 0
+    row_axes = x.shape[: x.dim() - feature_axes]
+    if row_axes[:1] == (len(batch),):
+        return False
+    if row_axes[:1] == (1,) and row_axes[1:2] == (len(batch),):
+        return True
+    raise ProbeError(
+        f"{target.name}: the input has shape {list(x.shape)}, but {len(batch)} rows were announced; expected "
+        f"[{len(batch)}, ...], or [1, {len(batch)}, ...] with one slot for each token. Give rows() one slot for "
+        "each row that enters the model, in the same order."
+    )
+
+
+def _plan(batch: RowBatch, into: SlotAccumulators, *, tokens_per_row: int | None) -> RowPlan:
+    slots = into.policy.slots
+    plan = (
+        batch.grouped(slots) if tokens_per_row is None else batch.plan(slots, tokens_per_row=tokens_per_row)
+    )
+    if plan.strangers:
+        raise ProbeError(
+            f"rows of {', '.join(batch.names[slot] for slot in plan.strangers)} went through the parameters of policy "
+            f"'{into.policy.name}', to which they are not routed; activate the policy of the rows before the "
+            "forward pass (set_adapter), one forward pass a policy."
+        )
+    return plan
+
+
+def _ordered(tensor: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+    order = plan.order_on(tensor.device)
+    return tensor if order is None else tensor.index_select(0, order)
+
+
+def _linear(
+    wanted: Mapping[str, nn.Parameter],
+    batch: RowBatch,
+    into: SlotAccumulators,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+) -> None:
+    num_rows, num_in, num_out = len(batch), x.shape[-1], dy.shape[-1]
+    tokens = x.numel() // (num_rows * num_in)
+    plan = _plan(batch, into, tokens_per_row=tokens)
+    dtype = into.stacked(next(iter(wanted.values()))).dtype
+    x_TI = _ordered(x, plan).reshape(-1, num_in).to(dtype)
+    dy_TO = _ordered(dy, plan).reshape(-1, num_out).to(dtype)
+    if "weight" in wanted:
+        _add_outer(into, wanted["weight"], plan, tokens, x_TI, dy_TO)
+    if "bias" in wanted:
+        bias_K = into.separate(wanted["bias"])
+        for piece in plan.pieces:
+            bias_K[piece.slot].add_(dy_TO[piece.start * tokens : piece.stop * tokens].sum(0))
+
+
+def _add_outer(
+    into: SlotAccumulators,
+    weight: nn.Parameter,
+    plan: RowPlan,
+    tokens: int,
+    x_TI: torch.Tensor,
+    dy_TO: torch.Tensor,
+) -> None:
+    if plan.equal is not None:
+        first, number = plan.equal
+        x_KTI = x_TI.view(number, -1, x_TI.shape[-1])
+        dy_KOT = dy_TO.view(number, -1, dy_TO.shape[-1]).transpose(1, 2)
+        into.stacked(weight)[first : first + number].baddbmm_(dy_KOT, x_KTI)
+        return
+    weight_K = into.separate(weight)
+    for piece in plan.pieces:
+        rows = slice(piece.start * tokens, piece.stop * tokens)
+        weight_K[piece.slot].addmm_(dy_TO[rows].t(), x_TI[rows])
+
+
+def _embedding(
+    module: nn.Module,
+    wanted: Mapping[str, nn.Parameter],
+    batch: RowBatch,
+    into: SlotAccumulators,
+    ids: torch.Tensor,
+    dy: torch.Tensor,
+) -> None:
+    weight = wanted["weight"]
+    plan = _plan(batch, into, tokens_per_row=None)
+    ids_NS = _ordered(ids, plan).reshape(len(batch), -1)
+    dy_NSO = _ordered(dy, plan).reshape(len(batch), -1, dy.shape[-1])
+    if module.padding_idx is not None:
+        dy_NSO = dy_NSO.masked_fill((ids_NS == module.padding_idx).unsqueeze(-1), 0.0)
+    weight_K = into.separate(weight)
+    for piece in plan.pieces:
+        rows = slice(piece.start, piece.stop)
+        dy_TO = dy_NSO[rows].flatten(0, 1).to(weight_K[piece.slot].dtype)
+        weight_K[piece.slot].index_add_(0, ids_NS[rows].flatten(), dy_TO)
+
+
+def _rowwise(
+    module: nn.Module,
+    wanted: Mapping[str, nn.Parameter],
+    batch: RowBatch,
+    into: SlotAccumulators,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    *,
+    packed: bool,
+) -> None:
+    """Runs the module again on each slot's rows and differentiates: exact for whatever treats rows alike.
+
+    No formula of the module is repeated here, so a norm that scales by `1 + weight` needs no case of its own.
+    """
+    plan = _plan(batch, into, tokens_per_row=None)
+    x, dy = _ordered(x.detach(), plan), _ordered(dy, plan)
+    parameters = list(wanted.values())
+    sums = [into.separate(parameter) for parameter in parameters]
+    for piece in plan.pieces:
+        x_k, dy_k = x[piece.start : piece.stop], dy[piece.start : piece.stop]
+        if packed:
+            x_k, dy_k = x_k.unsqueeze(0), dy_k.unsqueeze(0)
+        with torch.enable_grad():
+            # `forward` itself, not the call: hooks, ours among them, must not run again.
+            y_k = module.forward(x_k)
+        for sum_K, gradient in zip(sums, torch.autograd.grad(y_k, parameters, dy_k), strict=True):
+            sum_K[piece.slot].add_(gradient)

@@ -1,0 +1,303 @@
+"""`attach` and the `Scope` it returns: rows in, one update record out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from gradscope.errors import ProbeError, nearest
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.capture import Collector, Tap
+from gradscope.probes.checkpointing import bind_checkpointing
+from gradscope.probes.record import check_policy_without_rows, driven_policies, make_record
+from gradscope.probes.routing import route_slots
+from gradscope.probes.rows import RowBatch, read_rows
+from gradscope.probes.targets import Layout, find_targets
+from gradscope.probes.verify import Verification, compare_with_masked_loss, untouched
+from gradscope.runfile.update import UpdateRecord
+
+Mode = Literal["auto", "observe"]
+
+
+def attach(
+    model: nn.Module,
+    slots: Mapping[str, str],
+    policies: Mapping[str, str] | None = None,
+    *,
+    mode: Mode = "auto",
+) -> Scope:
+    """Returns a scope that measures each slot's gradient in the model's own backward passes.
+
+    Call it once, after adapters are added and before `torch.compile` or a data-parallel wrapper. Weights,
+    gradients and random numbers of the training stay bitwise what they are without it.
+
+    Args:
+        model: The model that the loop trains: any module; with PEFT adapters each adapter is a policy.
+        slots: Slot -> role, in the order of every result.
+        policies: Role or slot -> policy (adapter name); None sends all to the active adapter.
+        mode: `observe` leaves autograd's own weight gradients alone; `auto` chooses it.
+
+    Raises:
+        ProbeError: The model is probed already, has nothing trainable or nothing that can be covered, or a slot
+            cannot be routed.
+
+    Warns:
+        UserWarning: Some trainable parameters are not covered; `Scope.coverage` says which and why.
+    """
+    if mode not in ("auto", "observe"):
+        raise ProbeError(
+            f"attach(): unknown mode '{mode}'.{nearest(mode, ['observe'])} Allowed: auto, observe."
+        )
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise ProbeError(
+                "attach(): the model is compiled; attach to the model that was given to torch.compile."
+            )
+        if any(isinstance(hook, Tap) for hook in module._forward_hooks.values()):
+            raise ProbeError(
+                f"attach(): the model is probed already (at '{name}'); call detach() of the first scope."
+            )
+    layout = find_targets(model, route_slots(model, slots, policies))
+    if layout.reasons:
+        names = list(layout.reasons)
+        warnings.warn(
+            f"{len(names)} trainable parameters are not covered, for instance '{names[0]}': "
+            f"{layout.reasons[names[0]]}. The Gram matrix leaves them out.",
+            stacklevel=2,
+        )
+    return Scope(model, slots, layout)
+
+
+class Scope:
+    """Slot gradients of a model between optimizer steps; made by `attach`.
+
+    As a context manager it detaches on leaving.
+
+    Attributes:
+        model: The probed model.
+        slots: Slot -> role.
+        coverage: Uncovered trainable parameters with the reason; empty when all are covered.
+        residuals: Policy -> relative gap between the sum of the slot gradients and autograd's gradient in the last
+            update; NaN when that gradient was not finite.
+    """
+
+    def __init__(self, model: nn.Module, slots: Mapping[str, str], layout: Layout) -> None:
+        self.model = model
+        self.slots = dict(slots)
+        self.coverage = dict(layout.reasons)
+        self.residuals: dict[str, float] = {}
+        self._layout = layout
+        self._index = {slot: index for index, slot in enumerate(slots)}
+        self._waiting: dict[str, list[RowBatch]] = {policy: [] for policy in layout.policies}
+        self._largest_norm = dict.fromkeys(layout.policies, 0.0)
+        self._collector = Collector(_fresh_sums(layout))
+        self._handles = [
+            target.module.register_forward_hook(Tap(target, self._collector), with_kwargs=True)
+            for target in layout.targets
+        ]
+        self._undo_checkpointing = bind_checkpointing(model, self._collector)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the scope still measures; False after `detach` and after `step` raised."""
+        return bool(self._handles)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Policies with rows since their last `step`; the others have no update to measure."""
+        return tuple(policy for policy, batches in self._waiting.items() if batches)
+
+    @contextmanager
+    def rows(
+        self,
+        slot_of_each_row: Sequence[str | None],
+        problems: Sequence[Hashable] | None = None,
+        row_ids: Sequence[Hashable] | None = None,
+        *,
+        tokens: Sequence[float] | None = None,
+        advantages: Sequence[float] | None = None,
+        loss_weights: Sequence[float] | None = None,
+    ) -> Iterator[None]:
+        """Announces the rows of one micro-batch; run its forward pass inside the block, the backward anywhere.
+
+        The slots are exact only if each slot's loss depends on its own rows alone, and no row carries two slots.
+        Everything is a plain sequence on the host with one entry for each row: no device waits for it. For packed
+        rows (`[1, T, ...]`) an entry stands for each token, and `row_ids` tell neighbouring rows of one slot apart.
+
+        Args:
+            slot_of_each_row: Slot name of each row that enters the model, in its order; None for a row of no
+                slot whose loss is zero, such as padding.
+            problems: Problem of each row.
+            row_ids: Name of each row.
+            tokens: Number of scored tokens of each row; fills `num_tokens`.
+            advantages: Advantage of each row; fills `num_signal_rows` and `advantage_abs_sum`.
+            loss_weights: Weight of each row in the loss; fills `loss_weight`.
+
+        Raises:
+            ProbeError: An unknown slot, sequences of different lengths, a block within a block, or a scope that
+                is detached.
+        """
+        self._require_attached("rows")
+        if self._collector.batch is not None:
+            raise ProbeError("rows(): already inside a rows() block; leave it before the next micro-batch.")
+        numbers = {"tokens": tokens, "advantages": advantages, "loss_weights": loss_weights}
+        batch = read_rows(slot_of_each_row, self._index, problems=problems, row_ids=row_ids, numbers=numbers)
+        self._collector.batch = batch
+        try:
+            yield
+        finally:
+            self._collector.batch = None
+        # Reached only without an exception: a micro-batch whose forward failed is not counted.
+        for name, policy in self._layout.policies.items():
+            if not batch.slots.isdisjoint(policy.slots):
+                self._waiting[name].append(batch)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> UpdateRecord | list[UpdateRecord]:
+        """Returns the record of the update that `optimizer` is about to make, and starts the next.
+
+        Call it after the last backward of the update, before clipping, unscaling and `optimizer.step()`.
+
+        Returns:
+            One record; a list, one for each policy that had rows, when the optimizer drives several policies.
+
+        Raises:
+            ProbeError: Nothing was announced since the last step (the scope stays attached), or the measurement
+                failed or does not add up to autograd's gradient: the scope is detached, gradients and weights
+                are untouched, and training can go on without it.
+        """
+        self._require_attached("step")
+        policies = driven_policies(optimizer, self._layout)
+        ready = [policy for policy in policies if self._waiting[policy.name]]
+        if not ready and self._collector.failure is None:
+            raise ProbeError(
+                f"step(): no rows of policy {', '.join(policy.name for policy in policies)} since its last step; run "
+                "the forward pass inside `with scope.rows(...)`."
+            )
+        try:
+            if self._collector.failure is not None:
+                raise ProbeError(self._collector.failure)
+            for policy in policies:
+                if not self._waiting[policy.name]:
+                    check_policy_without_rows(self._collector.sums[policy.name])
+            records = [self._close(policy.name, optimizer) for policy in ready]
+        except ProbeError:
+            self.detach()
+            raise
+        return records if len(policies) > 1 else records[0]
+
+    def slot_gradients(self, slot: str) -> dict[str, torch.Tensor]:
+        """Returns copies of a slot's gradients so far in this update, by parameter name.
+
+        Raises:
+            ProbeError: An unknown slot, a scope that is detached, or a measurement that failed.
+        """
+        self._require_attached("slot_gradients")
+        if slot not in self._index:
+            raise ProbeError(
+                f"slot_gradients(): unknown slot '{slot}'.{nearest(slot, self.slots)} "
+                f"Allowed: {', '.join(self.slots)}."
+            )
+        if self._collector.failure is not None:
+            raise ProbeError(self._collector.failure)
+        index = self._index[slot]
+        policy = next(p for p in self._layout.policies.values() if index in p.slots)
+        return self._collector.sums[policy.name].gradients(policy.slots.index(index))
+
+    def verify(
+        self,
+        loss_of_rows: Callable[[torch.Tensor], torch.Tensor],
+        slot_of_each_row: Sequence[str | None],
+        *,
+        slot: str | None = None,
+    ) -> Verification:
+        """Compares one slot's gradient with the backward of a loss in which only that slot's rows count.
+
+        The only check that sees rows announced under the wrong slot, and a slot's loss that depends on another
+        slot's rows. `loss_of_rows` does what the loop does, its `with scope.rows(...)` included, since that is what
+        is tested; `slot_of_each_row` comes from where the loop knows it from first hand:
+
+            def loss_of_rows(mask):
+                with scope.rows(batch.slots):
+                    losses = loss_fn(model(**batch.tensors))  # one for each row
+                return (losses * mask).sum()
+
+            scope.verify(loss_of_rows, [sample.slot for sample in samples])
+
+        It costs two forward and backward passes. Gradients, random numbers and rows waiting for `step` are as
+        before when it returns or raises.
+
+        Args:
+            loss_of_rows: Loss of the rows where the mask (bool, `[N]`, on the CPU) is True, weighted as in the
+                total loss; called with all rows, then with one slot's.
+            slot_of_each_row: The true slot of each entry of the mask.
+            slot: The slot to compare; None takes the one with the largest gradient.
+
+        Raises:
+            ProbeError: The gradients differ by more than the square root of the precision of their type, or
+                nothing was measured.
+        """
+        self._require_attached("verify")
+        truth = read_rows(slot_of_each_row, self._index, problems=None, row_ids=None, numbers={})
+        if slot is not None and self._index.get(slot) not in truth.slots:
+            raise ProbeError(f"verify(): slot '{slot}' has no rows among those given.")
+        with untouched(self.model), self._aside():
+            chosen = None if slot is None else self._index[slot]
+            return compare_with_masked_loss(self.model, loss_of_rows, truth, chosen, self._collector)
+
+    def detach(self) -> None:
+        """Removes every hook and frees the sums; the model is as before `attach`. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._undo_checkpointing()
+        self._collector.sums.clear()
+        for batches in self._waiting.values():
+            batches.clear()
+
+    def __enter__(self) -> Scope:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _close(self, policy: str, optimizer: torch.optim.Optimizer) -> UpdateRecord:
+        sums = self._collector.sums[policy]
+        record, summary = make_record(
+            sums,
+            self._waiting[policy],
+            tuple(self.slots),
+            optimizer,
+            reference_norm=self._largest_norm[policy],
+        )
+        self.residuals[policy] = summary.residual
+        self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
+        self._waiting[policy] = []
+        sums.reset()
+        return record
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Puts the sums and rows of the current update aside for the duration of a block."""
+        kept, waiting, failure = self._collector.sums, self._waiting, self._collector.failure
+        self._collector.sums, self._collector.failure = _fresh_sums(self._layout), None
+        self._waiting = {policy: [] for policy in waiting}
+        try:
+            yield
+        finally:
+            self._collector.sums, self._waiting, self._collector.failure = kept, waiting, failure
+
+    def _require_attached(self, call: str) -> None:
+        if not self.attached:
+            raise ProbeError(f"{call}(): the scope is detached; call attach() again to measure.")
+
+
+def _fresh_sums(layout: Layout) -> dict[str, SlotAccumulators]:
+    return {name: SlotAccumulators(policy) for name, policy in layout.policies.items()}

@@ -1,0 +1,328 @@
+"""Slot gradients equal one separate backward for each slot, in every way the model may be run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradscope import probes
+
+EXACT = 1e-12
+UNEVEN = (3, 2, 4, 1)
+LAYOUTS = {
+    "shuffled": dict(rows_per_slot=UNEVEN),
+    "left-padded": dict(rows_per_slot=UNEVEN, pad="left"),
+    "long runs": dict(rows_per_slot=UNEVEN, length=60),
+}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def check(nano, model, batches, *, policies=None, run=None, expected=None, attach_slots=None):
+    """Runs micro-batches with a probe and compares every slot's gradient and the Gram matrix."""
+    expected = expected or nano.separate(model, batches)
+    with probes.attach(model, nano.slots if attach_slots is None else attach_slots, policies) as scope:
+        if run is None:
+            for batch in batches:
+                with scope.rows(batch.slots):
+                    loss = nano.loss(model, batch)
+                loss.backward()
+        else:
+            run(scope)
+        found = {slot: scope.slot_gradients(slot) for slot in nano.slots}
+        record = scope.step(sgd(model))
+    assert nano.gradient_error(found, expected) <= EXACT
+    assert nano.gram_error(record.gram, nano.gram(expected)) <= EXACT
+    assert max(scope.residuals.values()) <= EXACT
+    return record
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lora(nano, layout):
+    model = nano.lora()
+    check(nano, model, [nano.shuffled(**LAYOUTS[layout])])
+
+
+def test_equal_rows_in_slot_order_take_one_batched_product(nano):
+    batch = nano.batch([slot for slot in nano.slots for _ in range(3)])
+    check(nano, nano.lora(), [batch])
+
+
+def test_equal_rows_of_some_slots_only(nano):
+    names = list(nano.slots)
+    batches = [nano.batch([names[1]] * 2 + [names[2]] * 2), nano.shuffled(UNEVEN)]
+    check(nano, nano.lora(), batches)
+
+
+def test_rank_stabilised_lora_with_bias(nano):
+    check(nano, nano.lora(use_rslora=True, lora_bias=True), [nano.shuffled(UNEVEN)])
+
+
+def test_lora_with_saved_modules(nano):
+    model = nano.lora(modules_to_save=["lm_head"], model=nano.model(tie_word_embeddings=False))
+    record = check(nano, model, [nano.shuffled(UNEVEN)])
+    assert record.coverage == ()
+
+
+def test_full_fine_tuning_with_tied_embedding_norms_and_biases(nano):
+    model = nano.model(attention_bias=True)
+    record = check(nano, model, [nano.shuffled(UNEVEN), nano.shuffled((1, 2, 2, 3), seed=5)])
+    assert record.coverage == ()
+
+
+def test_full_fine_tuning_with_padding_embedding(nano):
+    model = nano.model(pad_token_id=3, tie_word_embeddings=False)
+    assert model.get_input_embeddings().padding_idx == 3
+    check(nano, model, [nano.shuffled(UNEVEN)])
+
+
+def test_micro_batches_of_any_composition(nano):
+    whole = nano.shuffled(UNEVEN)
+    check(nano, nano.lora(), [whole.take([0, 1, 2]), whole.take([3]), whole.take(range(4, 10))])
+
+
+def test_several_forwards_before_one_backward(nano):
+    model, batches = nano.lora(), [nano.shuffled(UNEVEN, seed=seed) for seed in range(3)]
+
+    def run(scope):
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            with scope.rows(batch.slots):
+                total = total + nano.loss(model, batch)
+        total.backward()
+
+    check(nano, model, batches, run=run)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_gradient_checkpointing(nano, reentrant, together):
+    model, batches = nano.lora(), [nano.shuffled(UNEVEN, seed=seed) for seed in range(2)]
+    expected = nano.separate(model, batches)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+
+    def run(scope):
+        losses = []
+        for batch in batches:
+            with scope.rows(batch.slots):
+                losses.append(nano.loss(model, batch))
+            if not together:
+                losses.pop().backward()
+        if together:
+            sum(losses).backward()
+
+    check(nano, model, batches, run=run, expected=expected)
+
+
+def test_full_fine_tuning_under_checkpointing(nano):
+    model = nano.model()
+    batches = [nano.shuffled(UNEVEN)]
+    expected = nano.separate(model, batches)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(nano, model, batches, expected=expected)
+
+
+def test_dropout_against_masked_losses_under_the_same_masks(nano):
+    model, batch = nano.lora(lora_dropout=0.3).train(), nano.shuffled(UNEVEN)
+    expected = {}
+    for slot in nano.slots:
+        torch.manual_seed(11)
+        model.zero_grad()
+        mask = torch.tensor([name == slot for name in batch.slots])
+        (nano.row_losses(model, batch) * mask).sum().backward()
+        expected[slot] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    torch.manual_seed(11)
+    check(nano, model, [batch], expected=expected)
+
+
+def packed(nano, batch, *, reset=True):
+    """The rows of a batch in one row without padding; positions start again with each unless told otherwise."""
+    lengths = batch.attention.sum(1).tolist()
+    ids = torch.cat([row[:n] for row, n in zip(batch.ids, lengths, strict=True)])
+    weights = torch.cat([torch.cat([w[: n - 1], w.new_zeros(1)]) for w, n in zip(batch.weights, lengths, strict=True)])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    tags = [slot for slot, n in zip(batch.slots, lengths, strict=True) for _ in range(n)]
+    rows = [row for row, n in enumerate(lengths) for _ in range(n)]
+    same = torch.tensor(rows)[:, None] == torch.tensor(rows)[None, :]
+    causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    mask = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    mask.masked_fill_(~(causal & same if reset else causal), torch.finfo(torch.float64).min)
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None] if reset else torch.arange(len(rows))[None],
+        "attention_mask": mask[None, None],
+    }, weights, tags, rows
+
+
+def packed_loss(model, inputs, weights):
+    logprobs = torch.log_softmax(model(**inputs).logits[0, :-1], dim=-1)
+    return -(logprobs.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1) * weights[:-1]).sum()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_packed_rows_tagged_by_token(nano, full):
+    batch = nano.shuffled(UNEVEN)
+    model = nano.model() if full else nano.lora()
+    inputs, weights, tags, rows = packed(nano, batch)
+
+    def run(scope):
+        with scope.rows(tags, row_ids=rows, tokens=[1.0] * len(tags)):
+            loss = packed_loss(model, inputs, weights)
+        loss.backward()
+
+    record = check(nano, model, [batch], run=run)
+    assert record.counts["num_rows"].tolist() == list(UNEVEN)
+    lengths = batch.attention.sum(1)
+    for index, slot in enumerate(nano.slots):
+        own = sum(int(n) for n, name in zip(lengths, batch.slots, strict=True) if name == slot)
+        assert record.counts["num_tokens"][index] == own
+
+
+def test_packed_padding_belongs_to_no_slot(nano):
+    batch, model = nano.shuffled(UNEVEN), nano.lora()
+    inputs, weights, tags, _ = packed(nano, batch)
+    pad = 5
+    size = len(tags) + pad
+    mask = torch.full((1, 1, size, size), torch.finfo(torch.float64).min, dtype=torch.float64)
+    mask[..., : len(tags), : len(tags)] = inputs["attention_mask"]
+    mask[..., torch.arange(len(tags), size), torch.arange(len(tags), size)] = 0
+    longer = {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (0, pad)),
+        "position_ids": torch.nn.functional.pad(inputs["position_ids"], (0, pad)),
+        "attention_mask": mask,
+    }
+
+    def run(scope):
+        with scope.rows([*tags, *[None] * pad]):
+            loss = packed_loss(model, longer, torch.nn.functional.pad(weights, (0, pad)))
+        loss.backward()
+
+    check(nano, model, [batch], run=run)
+
+
+def test_one_adapter_for_each_role(nano):
+    model, batch = nano.lora(adapters=("generator", "aggregator")), nano.shuffled(UNEVEN)
+    policies = {"generator": "generator", "aggregator": "aggregator"}
+    parts = {
+        policy: batch.take([row for row, slot in enumerate(batch.slots) if nano.slots[slot] == policy])
+        for policy in policies
+    }
+    expected = {}
+    for policy, part in parts.items():
+        model.set_adapter(policy)
+        own = [slot for slot, role in nano.slots.items() if role == policy]
+        expected |= nano.separate(model, [part], slots=own)
+    # Slots of both adapters are known from the start, although only one adapter now requires gradients.
+    with probes.attach(model, nano.slots, policies) as scope:
+        for policy, part in parts.items():
+            model.set_adapter(policy)
+            with scope.rows(part.slots):
+                loss = nano.loss(model, part)
+            loss.backward()
+        found = {slot: scope.slot_gradients(slot) for slot in nano.slots}
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.grad is not None)
+        records = scope.step(torch.optim.AdamW([p for p in model.parameters() if p.grad is not None]))
+    assert nano.gradient_error(found, expected) <= EXACT
+    assert [record.policy for record in records] == ["generator", "aggregator"]
+    for record, own in zip(records, ([0, 1, 2], [3]), strict=True):
+        block = np.ix_(own, own)
+        names = list(nano.slots)
+        truth = nano.gram({names[index]: expected[names[index]] for index in own})
+        assert nano.gram_error(record.gram[block], truth) <= EXACT
+        outside = np.ones((4, 4), dtype=bool)
+        outside[block] = False
+        assert np.isnan(record.gram[outside]).all()
+        assert np.isnan(record.counts["num_rows"][[i for i in range(4) if i not in own]]).all()
+
+
+def test_one_adapter_for_each_slot_with_an_optimizer_of_its_own(nano):
+    names = list(nano.slots)
+    adapters = ("zero", "one", "two", "three")
+    model, batch = nano.lora(adapters=adapters), nano.shuffled(UNEVEN)
+    with probes.attach(model, nano.slots, dict(zip(names, adapters, strict=True))) as scope:
+        for slot, adapter in zip(names, adapters, strict=True):
+            part = batch.of(slot)
+            model.set_adapter(adapter)
+            expected = nano.separate(model, [part], slots=[slot])
+            with scope.rows(part.slots):
+                loss = nano.loss(model, part)
+            loss.backward()
+            assert scope.waiting == (adapter,)
+            own = [p for name, p in model.named_parameters() if f".{adapter}." in name]
+            record = scope.step(torch.optim.SGD(own, lr=0.1))
+            index = names.index(slot)
+            assert record.policy == adapter
+            assert record.gram[index, index] == pytest.approx(nano.gram(expected)[0, 0], rel=EXACT)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-3)])
+def test_coarser_types_against_separate_backwards_of_the_same_type(nano, dtype, tolerance):
+    model, batch = nano.lora(dtype=dtype), nano.shuffled(UNEVEN)
+    expected = nano.gram(nano.separate(model, [batch]))
+    with probes.attach(model, nano.slots) as scope:
+        with scope.rows(batch.slots):
+            loss = nano.loss(model, batch)
+        loss.backward()
+        record = scope.step(sgd(model))
+    assert record.gram.dtype == np.float64
+    assert nano.gram_error(record.gram, expected) <= tolerance
+
+
+def test_autocast_against_separate_backwards(nano):
+    model, batch = nano.lora(dtype=torch.float32), nano.shuffled(UNEVEN)
+
+    def loss(part):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return nano.loss(model, part)
+
+    expected = nano.gram(nano.separate(model, [batch], loss))
+    with probes.attach(model, nano.slots) as scope:
+        with scope.rows(batch.slots):
+            total = loss(batch)
+        total.backward()
+        record = scope.step(sgd(model))
+    # Autograd rounds each weight gradient to bfloat16, the probe does not.
+    assert nano.gram_error(record.gram, expected) <= 3e-3
+
+
+def test_rolled_slots_are_wrong(nano):
+    """Negative control: the comparison above can fail, and the sum check does not notice."""
+    model, batch = nano.lora(), nano.shuffled((2, 2, 2, 2))
+    expected = nano.gram(nano.separate(model, [batch]))
+    with probes.attach(model, nano.slots) as scope:
+        with scope.rows([*batch.slots[1:], batch.slots[0]]):
+            loss = nano.loss(model, batch)
+        loss.backward()
+        record = scope.step(sgd(model))
+    assert nano.gram_error(record.gram, expected) > 0.1
+    assert scope.residuals["default"] <= EXACT
+
+
+def test_attention_across_packed_rows_is_wrong(nano):
+    """Negative control: without position ids set back, a slot's loss depends on other slots' rows."""
+    model, batch = nano.lora(), nano.shuffled(UNEVEN)
+    inputs, weights, tags, _ = packed(nano, batch, reset=False)
+    starts = np.flatnonzero([True, *(a != b for a, b in zip(tags[1:], tags[:-1], strict=True))])
+    assert len(starts) > 1
+    truth = {}
+    for slot in nano.slots:
+        model.zero_grad()
+        mask = torch.tensor([tag == slot for tag in tags])
+        packed_loss(model, inputs, weights * mask).backward()
+        truth[slot] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with probes.attach(model, nano.slots) as scope:
+        with scope.rows(tags):
+            loss = packed_loss(model, inputs, weights)
+        loss.backward()
+        record = scope.step(sgd(model))
+    assert nano.gram_error(record.gram, nano.gram(truth)) > 0.01
