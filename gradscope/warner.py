@@ -1,4 +1,4 @@
-"""Online early warning: says when a role's gradient has left its own recent regime, in size and in direction."""
+"""Online early warning: says when a gradient has left its own recent regime, in size and in direction."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class WarnerSettings:
 class Warner:
     """Watches the gradient of one role, or of one policy, without looking ahead.
 
-    Each value is compared with the median and the median absolute deviation of an earlier window (150 values that
-    end 20 before it), clipped, and averaged exponentially. A warning needs BOTH the log norm and the coherence
-    kappa to stand above their reference: spikes and harmless shifts of one alone do not warn
-    (reference/logs_and_detectors.md 5.4). It means "gradient regime changed", not that a cliff will come: not
-    every cliff is announced in gradients, and not every change of regime ends in one.
+    Each value is compared with the median and the median absolute deviation of an earlier window (150 values
+    that end 20 before it), clipped, and averaged exponentially. A warning needs BOTH the log norm and the
+    coherence kappa to stand above their reference: spikes and harmless shifts of one alone do not warn
+    (reference/logs_and_detectors.md 5.4). It means: gradient regime changed. It does not mean that a cliff
+    will come: not every cliff is announced in gradients, and not every change of regime ends in one.
 
     Attributes:
         num_observations: Usable observations so far.
@@ -117,6 +117,10 @@ def replay(
     """
     sizes, kappas = np.asarray(log_norm, dtype=np.float64), np.asarray(coherence, dtype=np.float64)
     if sizes.ndim != 1 or sizes.shape != kappas.shape:
-        raise SchemaError(f"log_norm has shape {sizes.shape}, coherence {kappas.shape}: expected [T] for both.")
+        raise SchemaError(
+            f"log_norm has shape {sizes.shape}, coherence {kappas.shape}: expected [T] for both."
+        )
     warner = Warner(settings)
-    return np.array([warner.update(*pair) for pair in zip(sizes.tolist(), kappas.tolist(), strict=True)], dtype=bool)
+    return np.array(
+        [warner.update(*pair) for pair in zip(sizes.tolist(), kappas.tolist(), strict=True)], dtype=bool
+    )

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
+from gradscope.detectors.finding import Finding, Skipped
+from gradscope.detectors.series import PolicySeries, policy_series
+from gradscope.detectors.wording import at_step, score, too_few
 from gradscope.stats.grams import checked_grams, checked_steps, coherence, log_size
 from gradscope.stats.steps import as_step
 from gradscope.stats.windows import onset, windows_for
@@ -33,7 +37,8 @@ class Amplification:
         index: Row at which both had begun to rise; None where undetermined.
         step: `step[index]`; None where no steps were given or nothing is determined.
         parts: `coherence` (rise in units of 0.2) and `size` (rise of the log norm in units of 0.3), and the
-            medians of the first and last window: `coherence_base`, `coherence_final`, `growth` (ratio of norms).
+            medians of the first and last window: `coherence_base`, `coherence_final`, `growth` (ratio of
+            norms).
     """
 
     score: float
@@ -46,9 +51,10 @@ class Amplification:
 def find_amplification(slot_gram: ArrayLike, *, step: ArrayLike | None = None) -> Amplification:
     """Returns whether the copies of one role became both more coherent and larger in gradient.
 
-    Compares medians over the last fifth of the steps with those over the first fifth (at least ten steps each).
-    Coherence is kappa = sum_{i!=j} G_ij / sum_{i!=j} n_i n_j, size half the log of the mean squared norm. With
-    one adapter per slot nothing adds the copies' gradients: there a rise is a symptom, not a mechanism.
+    Compares medians over the last fifth of the steps with those over the first fifth (at least ten steps
+    each). Coherence is kappa = sum_{i!=j} G_ij / sum_{i!=j} n_i n_j, size half the log of the mean squared
+    norm. With one adapter per slot nothing adds the copies' gradients: there a rise is a symptom, not a
+    mechanism.
 
     Args:
         slot_gram: `[T, N, N]` products of the gradients of one role's N slots, N at least 2; NaN where a slot
@@ -73,14 +79,58 @@ def find_amplification(slot_gram: ArrayLike, *, step: ArrayLike | None = None) -
         "coherence_final": kappa_final,
         "growth": float(np.exp(size_final - size_base)),
     }
-    score = float(np.min([parts["coherence"], parts["size"]]))
-    if not np.isfinite(score):
+    total = float(np.min([parts["coherence"], parts["size"]]))
+    if not np.isfinite(total):
         return _undetermined(parts)
     rise = np.minimum((kappa - kappa_base) / COHERENCE_UNIT, (size - size_base) / SIZE_UNIT)
-    row = onset(rise, base=float(np.nanmedian(rise[windows.base])), final=score)
-    verdict = "amplification" if score >= FOUND else "possible" if score >= POSSIBLE else "none"
-    return Amplification(score, verdict, row, as_step(steps, row), parts)
+    row = onset(rise, base=float(np.nanmedian(rise[windows.base])), final=total)
+    verdict = "amplification" if total >= FOUND else "possible" if total >= POSSIBLE else "none"
+    return Amplification(total, verdict, row, as_step(steps, row), parts)
 
 
 def _undetermined(parts: Mapping[str, float]) -> Amplification:
     return Amplification(float("nan"), "undetermined", None, None, parts)
+
+
+def detect(run: xr.DataTree) -> list[Finding]:
+    """Looks for copies of one role, on one policy, that come to push the same way and harder.
+
+    Raises:
+        Skipped: The run holds no Grams, or no role has two slots on one policy.
+    """
+    pairs = [
+        (series, role)
+        for series in policy_series(run)
+        for role in series.role_names()
+        if len(series.slots_of(role)) > 1
+    ]
+    if not pairs:
+        raise Skipped("no role has two slots that train one policy, so there are no copies to compare")
+    return [_finding(series, role) for series, role in pairs]
+
+
+def _finding(series: PolicySeries, role: str) -> Finding:
+    gram = series.slot_gram(role)
+    result = find_amplification(gram, step=series.steps)
+    evidence = {"policy": series.policy, "num_copies": gram.shape[1], "score": result.score, **result.parts}
+    subject = f"the {gram.shape[1]} copies of role '{role}'"
+    if result.verdict == "undetermined":
+        reason = too_few(gram) or "too few steps have two copies with signal"
+        sentence = f"Gradient amplification by {subject}: cannot be told, {reason}."
+        return Finding("amplification", role, None, result.verdict, evidence, sentence)
+    parts = result.parts
+    numbers = (
+        f"coherence went from {parts['coherence_base']:.2f} to {parts['coherence_final']:.2f} and the "
+        f"gradient's size {parts['growth']:.2f}-fold from the first to the last fifth"
+    )
+    scored = f"score {score(result.score)} (amplification from {FOUND:g})"
+    if result.verdict == "none":
+        sentence = f"Gradient amplification by {subject}: none; {numbers}; {scored}."
+        return Finding("amplification", role, None, result.verdict, evidence, sentence)
+    verb = "amplify" if result.verdict == "amplification" else "may amplify"
+    sentence = (
+        f"From about {at_step(result.step)} {subject} {verb} its gradient: {numbers}; {scored}. Copies with "
+        "the same prompt and reward have equal mean gradients by construction, so a rise may be a rise of "
+        "signal over noise; the log shows that it happened, not that it did harm."
+    )
+    return Finding("amplification", role, result.step, result.verdict, evidence, sentence)

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
+from gradscope.detectors.finding import Finding, Skipped
+from gradscope.detectors.series import PolicySeries, policy_series, role_means
+from gradscope.detectors.wording import at_step, percent, score, too_few
 from gradscope.errors import SchemaError
 from gradscope.stats.grams import alignments, checked_grams, checked_steps, energy_shares, logit
 from gradscope.stats.steps import as_step
@@ -34,8 +38,9 @@ class Capture:
     Attributes:
         score: The weakest of the three parts share, alignment and drift, each in units of its threshold.
         verdict: `capture` from 0.75; else `dominance` where share and alignment both reach 1 without drift of
-            another role; else `possible` from 0.5; else `none`. `undetermined` where a window holds fewer than
-            five steps with values, the windows would overlap, or neither lengths nor violations are known.
+            another role; else `possible` from 0.5; else `none`. `undetermined` where a window holds fewer
+            than five steps with values, the windows would overlap, or neither lengths nor violations are
+            known.
         role: Index of the role with the largest share at the end; None where undetermined.
         index: Row at which its share left the first level; None where undetermined.
         step: `step[index]`; None where no steps were given or nothing is determined.
@@ -84,22 +89,20 @@ def find_capture(
     if not np.isfinite(base + final).all():
         return _undetermined({})
     captor = int(np.argmax(final))
-    parts = {
+    parts: dict[str, float | str] = {
         "share": float(logit(final)[captor] - logit(base)[captor]) / SHARE_UNIT,
         "alignment": _alignment_gain(grams, captor, windows) / ALIGNMENT_UNIT,
         **_drift(tokens, violations, captor, windows),
         "share_base": float(base[captor]),
         "share_final": float(final[captor]),
     }
-    score = float(np.min([parts["share"], parts["alignment"], parts["drift"]]))
-    if not np.isfinite(score):
+    total = float(np.min([parts["share"], parts["alignment"], parts["drift"]]))
+    if not np.isfinite(total):
         return _undetermined(parts)
-    row = onset(
-        logit(shares[:, captor]), base=float(logit(base)[captor]), final=float(logit(final)[captor])
-    )
+    row = onset(logit(shares[:, captor]), base=float(logit(base)[captor]), final=float(logit(final)[captor]))
     return Capture(
-        score=score,
-        verdict=_verdict(score, min(float(parts["share"]), float(parts["alignment"]))),
+        score=total,
+        verdict=_verdict(total, min(float(parts["share"]), float(parts["alignment"]))),
         role=captor,
         index=row,
         step=as_step(steps, row),
@@ -111,12 +114,12 @@ def _undetermined(parts: Mapping[str, float | str]) -> Capture:
     return Capture(float("nan"), "undetermined", None, None, None, parts)
 
 
-def _verdict(score: float, gradients: float) -> str:
-    if score >= CAPTURE:
+def _verdict(value: float, gradients: float) -> str:
+    if value >= CAPTURE:
         return "capture"
     if gradients >= DOMINANCE:
         return "dominance"
-    return "possible" if score >= POSSIBLE else "none"
+    return "possible" if value >= POSSIBLE else "none"
 
 
 def _checked_replies(values: ArrayLike, grams: Array, *, name: str, largest: float) -> Array:
@@ -129,7 +132,8 @@ def _checked_replies(values: ArrayLike, grams: Array, *, name: str, largest: flo
     if ((array < 0) | (array > largest)).any():
         row, role = np.argwhere((array < 0) | (array > largest))[0]
         raise SchemaError(
-            f"{name}[{row}, {role}] = {array[row, role]:g} is not between 0 and {largest:g}; use NaN for missing."
+            f"{name}[{row}, {role}] = {array[row, role]:g} is not between 0 and {largest:g}; use NaN for "
+            "missing."
         )
     return array
 
@@ -167,3 +171,79 @@ def _drift(tokens: Array, violations: Array, captor: int, windows: Windows) -> d
         "drift_role": role,
         "drift_from": sources[bool(lengths), bool(formats)],
     }
+
+
+def detect(run: xr.DataTree) -> list[Finding]:
+    """Looks for a role that took over a policy which it shares with other roles.
+
+    Raises:
+        Skipped: The run holds no Grams, or no policy is shared by several roles.
+    """
+    shared = [series for series in policy_series(run) if len(series.role_names()) > 1]
+    if not shared:
+        raise Skipped("no policy is shared by two roles, so none can be captured")
+    return [_finding(run, series) for series in shared]
+
+
+def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
+    roles = series.role_names()
+    capture = find_capture(
+        series.role_gram(),
+        role_means(run, "response_tokens_mean", roles, series.steps),
+        role_means(run, "violation_fraction", roles, series.steps),
+        step=series.steps,
+    )
+    evidence = {"policy": series.policy, "score": capture.score, **capture.parts}
+    subject = f"policy '{series.policy}'"
+    if capture.role is None:
+        reason = too_few(series.role_gram()) or f"the log has {capture.parts.get('drift_from', 'too little')}"
+        sentence = f"Role capture of {subject}: cannot be told, {reason}."
+        return Finding("capture", None, None, capture.verdict, evidence, sentence)
+    role = roles[capture.role]
+    first, last = (percent(float(capture.parts[name])) for name in ("share_base", "share_final"))
+    share = f"from {first} to {last}"
+    if capture.verdict == "none":
+        sentence = (
+            f"Role capture of {subject}: none. The largest energy share at the end is that of '{role}', "
+            f"{share} from the first to the last fifth; score {score(capture.score)} (capture from "
+            f"{CAPTURE:g})."
+        )
+        return Finding("capture", None, None, capture.verdict, evidence, sentence)
+    sentence = _change_sentence(capture, role, share, subject, roles)
+    return Finding("capture", role, capture.step, capture.verdict, evidence, sentence)
+
+
+def _change_sentence(capture: Capture, role: str, share: str, subject: str, roles: list[str]) -> str:
+    heads = {
+        "capture": f"Role '{role}' took over {subject}",
+        "dominance": f"Role '{role}' came to dominate {subject}",
+        "possible": f"Role '{role}' may have taken over {subject}",
+    }
+    parts = capture.parts
+    numbers = f"share {parts['share']:.2f}, alignment {parts['alignment']:.2f}, drift {parts['drift']:.2f}"
+    ending = (
+        "no other role's replies drifted enough to call it capture"
+        if capture.verdict == "dominance"
+        else f"meanwhile the replies of '{roles[int(parts['drift_role'])]}' drifted ({_drift_words(parts)})"
+    )
+    return (
+        f"{heads[capture.verdict]} from about {at_step(capture.step)}: its share of gradient energy went "
+        f"{share} from the first to the last fifth of the run and the joint gradient turned towards it; "
+        f"{ending}. Score {score(capture.score)} (capture from {CAPTURE:g}; {numbers}), drift read from "
+        f"{parts['drift_from']}. The log shows that these went together, not what made what: a replay "
+        "without that role's gradient tests it."
+    )
+
+
+def _drift_words(parts: Mapping[str, float | str]) -> str:
+    words = []
+    if float(parts["drift_length"]) > 0:
+        words.append(
+            f"reply length changed {np.exp(float(parts['drift_length']) * LENGTH_UNIT):.2f}-fold more than "
+            "its own"
+        )
+    if float(parts["drift_violation"]) > 0:
+        words.append(
+            f"format violations up by {100 * float(parts['drift_violation']) * VIOLATION_UNIT:.0f} points"
+        )
+    return ", ".join(words)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import xarray as xr
+from numpy.typing import ArrayLike
 
+from gradscope.detectors.finding import Finding, Skipped
+from gradscope.detectors.series import need, table
+from gradscope.detectors.wording import at_step, percent, points, score
 from gradscope.stats.evaluations import Evaluations, dispersion, order_evaluations
 from gradscope.stats.steps import as_step
 from gradscope.stats.two_window import fall_p_value, strongest_fall, widths_for
-
-Array = NDArray[np.float64]
 
 MARGIN = 0.03
 """A fall of three points of accuracy or less is not worth mention."""
@@ -29,8 +31,8 @@ class Cliff:
         score: Standard errors by which the fall exceeds three points, both next to the break and at the end.
         verdict: `strong` above 3, `cliff` above 2, `possible` above 1.5, else `none`; `undetermined` with
             fewer than nine evaluations.
-        index: First evaluation after the break, as a position in the caller's arrays (its first row, where the
-            evaluation was repeated). Also given where the verdict is `none`; None where undetermined.
+        index: First evaluation after the break, as a position in the caller's arrays (its first row, where
+            the evaluation was repeated). Also given where the verdict is `none`; None where undetermined.
         step: `step[index]`; None where no steps were given or nothing is determined.
         before: Accuracy in the window before the break, 0 to 1.
         after: Accuracy in the last window of the run, 0 to 1.
@@ -53,10 +55,10 @@ class Cliff:
 def find_cliff(num_correct: ArrayLike, num_total: ArrayLike, *, step: ArrayLike | None = None) -> Cliff:
     """Returns the strongest lasting fall of accuracy in the later part (from 40 % on) of a run's evaluations.
 
-    The evaluations are put in order of `step`; identical repeats of one are one, differing repeats are pooled.
-    The score compares windows of 3 to 20 evaluations before a break with the same number after it and at the
-    end, and counts the smaller fall, so a recovery, a slow decline and a lucky peak do not pass for a cliff.
-    A fall that exists in the final evaluation alone cannot be told from one bad evaluation.
+    The evaluations are put in order of `step`; identical repeats of one are one, differing repeats are
+    pooled. The score compares windows of 3 to 20 evaluations before a break with the same number after it and
+    at the end, and counts the smaller fall, so a recovery, a slow decline and a lucky peak do not pass for a
+    cliff. A fall that exists in the final evaluation alone cannot be told from one bad evaluation.
 
     Args:
         num_correct: `[E]` problems answered right.
@@ -71,11 +73,11 @@ def find_cliff(num_correct: ArrayLike, num_total: ArrayLike, *, step: ArrayLike 
         nan = float("nan")
         return Cliff(nan, "undetermined", None, None, nan, nan, nan, (nan, nan), nan)
     fall = strongest_fall(series.correct, series.total, margin=MARGIN)
-    score, place, width = float(fall.score), int(fall.index), int(fall.width)
+    place, width = int(fall.index), int(fall.width)
     before, after, error = _depth(series, place, width)
     return Cliff(
-        score=score,
-        verdict=_verdict(score),
+        score=float(fall.score),
+        verdict=_verdict(float(fall.score)),
         index=int(series.source[place]),
         step=as_step(series.step, place),
         before=before,
@@ -86,12 +88,12 @@ def find_cliff(num_correct: ArrayLike, num_total: ArrayLike, *, step: ArrayLike 
     )
 
 
-def _verdict(score: float) -> str:
-    if score > STRONG:
+def _verdict(value: float) -> str:
+    if value > STRONG:
         return "strong"
-    if score > FOUND:
+    if value > FOUND:
         return "cliff"
-    return "possible" if score > POSSIBLE else "none"
+    return "possible" if value > POSSIBLE else "none"
 
 
 def _depth(series: Evaluations, place: int, width: int) -> tuple[float, float, float]:
@@ -105,3 +107,105 @@ def _depth(series: Evaluations, place: int, width: int) -> tuple[float, float, f
         centred = (right + 0.5) / (asked + 1.0)
         variance += scatter * centred * (1.0 - centred) / asked
     return accuracies[0], accuracies[1], float(np.sqrt(variance))
+
+
+def detect(run: xr.DataTree) -> list[Finding]:
+    """Looks for a terminal accuracy cliff in each data set, under each sampling setting on its own.
+
+    Raises:
+        Skipped: The run holds no evaluations.
+    """
+    evaluations = need(run, "eval", "num_correct", "num_total")
+    usable = ((evaluations["num_correct"] >= 0) & (evaluations["num_total"] > 0)).values
+    if not usable.any():
+        raise Skipped("no evaluation of the run has counts")
+    groups: dict[str, list[int]] = {}
+    for row in np.flatnonzero(usable).tolist():
+        groups.setdefault(_setting(evaluations.isel(evaluation=row)), []).append(row)
+    resumed = _resumed_steps(run)
+    return [_finding(setting, evaluations.isel(evaluation=rows), resumed) for setting, rows in groups.items()]
+
+
+def _setting(evaluation: xr.Dataset) -> str:
+    """Returns data set and sampling of one evaluation in words: only alike ones may be compared."""
+    dataset = str(evaluation["dataset"].item()) if "dataset" in evaluation else "unnamed"
+    if "greedy" in evaluation and evaluation["greedy"].item() == 1:
+        return f"'{dataset}' (greedy)"
+    temperature = float(evaluation["temperature"].item()) if "temperature" in evaluation else float("nan")
+    return f"'{dataset}' (sampled{f' at T={temperature:g}' if np.isfinite(temperature) else ''})"
+
+
+def _resumed_steps(run: xr.DataTree) -> list[float]:
+    segments = table(run, "segments")
+    if "start_step" not in segments:
+        return []
+    return [float(start) for start in segments["start_step"].values[1:] if np.isfinite(start)]
+
+
+def _finding(setting: str, evaluations: xr.Dataset, resumed: list[float]) -> Finding:
+    correct, total, step = (evaluations[name].values for name in ("num_correct", "num_total", "step"))
+    cliff = find_cliff(correct, total, step=step)
+    peak = int(np.argmax(correct / total))
+    evidence = {
+        "setting": setting,
+        "score": cliff.score,
+        "p_value": cliff.p_value,
+        "before": cliff.before,
+        "after": cliff.after,
+        "depth": cliff.depth,
+        "depth_low": cliff.interval[0],
+        "depth_high": cliff.interval[1],
+        "num_evaluations": int(np.unique(step).size),
+        "peak": float(correct[peak] / total[peak]),
+        "peak_step": int(step[peak]),
+    }
+    if cliff.verdict == "undetermined":
+        sentence = (
+            f"Accuracy cliff on {setting}: cannot be told from {evidence['num_evaluations']} evaluated "
+            "steps; 9 are needed."
+        )
+        return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
+    if cliff.verdict == "none":
+        sentence = (
+            f"Accuracy cliff on {setting}: none in {evidence['num_evaluations']} evaluated steps; the "
+            f"strongest late fall, at {at_step(cliff.step)}, scores {score(cliff.score)} (a cliff scores "
+            f"above {FOUND:g})."
+        )
+        return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
+    sentence = _fall_sentence(cliff, setting, evidence, float(step.max())) + _near_resume(
+        cliff, step, resumed
+    )
+    return Finding("cliff", None, cliff.step, cliff.verdict, evidence, sentence)
+
+
+def _fall_sentence(cliff: Cliff, setting: str, evidence: dict, last_step: float) -> str:
+    head = {
+        "strong": "Strong accuracy cliff",
+        "cliff": "Accuracy cliff",
+        "possible": "Possible accuracy cliff",
+    }
+    low, high = (100.0 * bound for bound in cliff.interval)
+    sentence = (
+        f"{head[cliff.verdict]} on {setting}: accuracy fell at {at_step(cliff.step)} and stayed down to the "
+        f"end (step {last_step:g}), from {percent(cliff.before)} to {percent(cliff.after)}, by "
+        f"{points(cliff.depth)} (95 % interval {low:.1f} to {high:.1f}). Score {score(cliff.score)} (a cliff "
+        f"above {FOUND:g}, strong above {STRONG:g}); a run that never falls looks like this with p = "
+        f"{cliff.p_value:.2g}. The best single evaluation, {percent(evidence['peak'])} at step "
+        f"{evidence['peak_step']}, is the luckiest of {evidence['num_evaluations']} and no baseline."
+    )
+    if cliff.step == last_step:
+        sentence += (
+            " The fall rests on the final evaluation alone and cannot be told from one bad evaluation."
+        )
+    return sentence
+
+
+def _near_resume(cliff: Cliff, step: np.ndarray, resumed: list[float]) -> str:
+    """Returns a caution where training was resumed within two evaluations of the onset."""
+    steps = np.unique(step)
+    place = int(np.searchsorted(steps, cliff.step))
+    low, high = steps[max(0, place - 2)], steps[min(steps.size - 1, place + 2)]
+    near = [start for start in resumed if low <= start <= high]
+    if not near:
+        return ""
+    return f" Training was resumed at step {near[0]:g}, close by: a resume alone can look like a break."

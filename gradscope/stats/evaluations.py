@@ -55,7 +55,9 @@ def order_evaluations(num_correct: ArrayLike, num_total: ArrayLike, step: ArrayL
     if steps.shape != correct.shape:
         raise SchemaError(f"step has shape {steps.shape}, num_correct {correct.shape}: give one step a row.")
     if not np.isfinite(steps).all():
-        raise SchemaError(f"step[{int(np.argmin(np.isfinite(steps)))}] is not a finite number: drop that row.")
+        raise SchemaError(
+            f"step[{int(np.argmin(np.isfinite(steps)))}] is not a finite number: drop that row."
+        )
     rows = np.stack([steps, correct, total], axis=1)
     _, first = np.unique(rows, axis=0, return_index=True)
     kept = np.sort(first)
@@ -87,9 +89,7 @@ def dispersion(correct: Array, total: Array) -> Array:
     centre = np.median(differences, axis=-1, keepdims=True)
     scatter = (1.4826 * np.median(np.abs(differences - centre), axis=-1)) ** 2
     count = differences.shape[-1]
-    return np.maximum(
-        DISPERSION_FLOOR, (DISPERSION_PRIOR + count * scatter) / (DISPERSION_PRIOR + count)
-    )
+    return np.maximum(DISPERSION_FLOOR, (DISPERSION_PRIOR + count * scatter) / (DISPERSION_PRIOR + count))
 
 
 def _checked_counts(num_correct: ArrayLike, num_total: ArrayLike) -> tuple[Array, Array]:

@@ -31,7 +31,9 @@ def checked_grams(grams: ArrayLike, *, name: str, least: int) -> Array:
     if array.ndim != 3 or array.shape[1] != array.shape[2]:
         raise SchemaError(f"{name} has shape {array.shape}: expected one square matrix a step, [T, N, N].")
     if array.shape[1] < least:
-        raise SchemaError(f"{name} has shape {array.shape}: there must be at least {least} gradients to compare.")
+        raise SchemaError(
+            f"{name} has shape {array.shape}: there must be at least {least} gradients to compare."
+        )
     diagonals = np.diagonal(array, axis1=1, axis2=2)
     if (diagonals < 0).any():
         row, column = np.argwhere(diagonals < 0)[0]
@@ -56,7 +58,7 @@ def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
 
 
 def energy_shares(grams: Array) -> Array:
-    """Returns each squared norm's share of their sum, `[T, N]`; NaN rows where any is missing or all are 0."""
+    """Returns each squared norm's share of the sum, `[T, N]`; NaN where any is missing or all are 0."""
     squares = np.diagonal(grams, axis1=1, axis2=2)
     total = squares.sum(axis=1, keepdims=True)
     return np.divide(
@@ -88,7 +90,7 @@ def coherence(grams: Array) -> Array:
 
 
 def log_size(grams: Array) -> Array:
-    """Returns half the log of the mean squared norm of the gradients that are there, `[T]`; NaN where all are 0.
+    """Returns half the log of the mean squared norm of the gradients that are there, `[T]`; NaN if all are 0.
 
     The mean, not the sum, so that a copy that sits out a step does not look like a smaller gradient.
     """

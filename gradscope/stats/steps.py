@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def as_step(steps: NDArray[np.float64] | None, row: int | None) -> int | float | None:
-    """Returns the step of a row as the whole number that it nearly always is; None where either is unknown."""
+    """Returns the step of a row, whole where it is; None where either is unknown."""
     if steps is None or row is None:
         return None
     value = float(steps[row])

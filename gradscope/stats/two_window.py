@@ -85,10 +85,11 @@ def strongest_fall(correct: Array, total: Array, *, margin: float) -> Fall:
 def fall_p_value(correct: Array, total: Array, *, num_replicates: int = 999, seed: int = 0) -> float:
     """Returns how often a run that never falls would show as strong a fall, between 1/(B+1) and 1.
 
-    Parametric bootstrap on a plateau: of all curves that never fall, the one that most often looks like a fall
-    (the non-decreasing fit to the data instead takes the noise for a rise, and gave p <= 0.05 in 10 % of
+    Parametric bootstrap on a plateau: of all curves that never fall, the one that most often looks like a
+    fall (the non-decreasing fit to the data instead takes the noise for a rise, and gave p <= 0.05 in 10 % of
     plateaus). Replicates are binomial draws whose distance from the mean is stretched where the data scatter
-    more than that. The margin is 0 here, so this asks "did it fall at all", the score "by more than the margin".
+    more than that. The margin is 0 here, so this asks whether it fell at all, the score whether by more than
+    the margin.
 
     Args:
         correct: `[T]`, T at least 9.

@@ -100,6 +100,4 @@ def _step_position(values: Array) -> int:
 def _running_mean(values: Array) -> Array:
     """Returns the centred mean over nine values, over what there is at the ends."""
     window = np.ones(min(SMOOTHING, values.size))
-    return np.convolve(values, window, mode="same") / np.convolve(
-        np.ones(values.size), window, mode="same"
-    )
+    return np.convolve(values, window, mode="same") / np.convolve(np.ones(values.size), window, mode="same")

@@ -76,7 +76,9 @@ def _fall(kind: str, length: int, top: float, generator: np.random.Generator) ->
         onset = length - int(generator.integers(2, 4))
     since = np.clip(np.arange(length) - onset + 1, 0, None)
     if kind == "ramp":
-        return min(depth, top - 0.05) * np.minimum(1.0, since / (length * generator.uniform(0.05, 0.15))), onset
+        return min(depth, top - 0.05) * np.minimum(
+            1.0, since / (length * generator.uniform(0.05, 0.15))
+        ), onset
     if kind == "partial":
         depth = generator.uniform(0.05, 0.1)
     loss = min(depth, top - 0.05) * (since > 0)

@@ -16,7 +16,7 @@ HARMLESS = (
     "healthy", "structural", "growth", "common_growth", "dominance", "drift", "temporary", "spikes",
     "coherence", "size",
 )  # fmt: skip
-"""What they are not to take for it: dominance lacks drift, drift lacks dominance, coherence and size come alone."""
+"""What they are not to take for it: dominance without drift, drift without it, coherence or size alone."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ def gradient_series(
 ) -> GradientSeries:
     """Returns the series of a workflow whose roles have the given numbers of slots.
 
-    Slots push along a direction common to all roles, one of their role and one of their own; every level wanders
-    slowly (autoregressive) and every step is measured with noise. Grams are products of actual vectors.
+    Slots push along a direction common to all roles, one of their role and one of their own; every level
+    wanders slowly (autoregressive) and every step is measured with noise. Grams are products of actual
+    vectors.
 
     Args:
-        kind: One of `CHANGES` or `HARMLESS`. `amplification`, `coherence` and `size` need a role of several slots.
+        kind: One of `CHANGES` or `HARMLESS`. `amplification`, `coherence` and `size` need a role of several
+            slots.
         roles: Role to number of slots, in order.
         num_steps: T.
         generator: Source of all randomness.
@@ -143,7 +145,7 @@ def _plant(
 
 
 def _behind(latent: _Latent, role: int, copies: Sequence[int]) -> float:
-    """Returns by how much the role's log norm, over all its slots, lies below that of the largest other role."""
+    """Returns by how much a role's log norm, over all its slots, lies below the largest other one."""
     level = latent.log_norm.mean(axis=0) + 0.5 * np.log(np.asarray(copies, dtype=np.float64))
     return float(np.delete(level, role).max() - level[role])
 

@@ -1,0 +1,1 @@
+"""What a diagnosis looks like to a reader."""
