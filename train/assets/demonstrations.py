@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -57,23 +57,26 @@ class Demonstrator:
         task_name: Name in `TASKS` and `EXPERTS`.
         task: The task; only its `train` split is played.
         noise: How often replies go wrong.
+        workflow_weights: Workflow name to how often it is played, in proportion.
         random: The stream of all noise.
     """
 
     task_name: str
     task: Task
     noise: Noise
+    workflow_weights: Mapping[str, float]
     random: Random
     expert: Expert = field(init=False)
 
     def __post_init__(self) -> None:
         self.expert = EXPERTS[self.task_name]
-        self.workflows = [WORKFLOWS.get(name)(style="compact") for name in WORKFLOWS.names()]
+        self.workflows = [WORKFLOWS.get(name)(style="compact") for name in self.workflow_weights]
+        self.weights = list(self.workflow_weights.values())
 
     def episode(self, index: int) -> list[Demonstration]:
         """Returns the demonstrations of one episode of a random workflow on one problem."""
         problem = self.task.problem("train", index)
-        play = self.random.choice(self.workflows).play(problem)
+        play = self.random.choices(self.workflows, weights=self.weights)[0].play(problem)
         demonstrations: list[Demonstration] = []
         try:
             calls = next(play)
@@ -126,14 +129,21 @@ class Demonstrator:
         return f"n{wrong[0] if wrong and wrong[0] < 10 else 0}"
 
     def _synthesis(self, problem: Problem, works: list[str]) -> str:
-        right = [text for text in works if self.task.grade(problem, text)]
         if self._chance(self.noise.choice):
-            right = works
-        return self.random.choice(right) if right else self._solution(problem, "L")
+            return self.random.choice(works)
+        # One right solution is preferred where several stand: which of them to copy is nothing to learn.
+        clean = self.expert.solve(problem.short, "L")
+        right = [text for text in works if self.task.grade(problem, text)]
+        return clean if clean in right else right[0] if right else self._solution(problem, "L")
 
 
 def demonstrations(
-    *, difficulty: dict[str, int], spread: dict[str, int], noise: Noise, seed: int
+    *,
+    difficulty: Mapping[str, int],
+    spread: Mapping[str, int],
+    noise: Noise,
+    workflow_weights: Mapping[str, float],
+    seed: int,
 ) -> Iterator[Demonstration]:
     """Yields demonstrations of all tasks and roles without end.
 
@@ -141,6 +151,7 @@ def demonstrations(
         difficulty: Task name to difficulty, for every task of `EXPERTS`.
         spread: Task name to the number of lengths mixed.
         noise: How often replies go wrong.
+        workflow_weights: Workflow name to how often it is played, in proportion.
         seed: Of the problems and of the noise.
     """
     random = Random(seed)
@@ -149,6 +160,7 @@ def demonstrations(
             name,
             TASKS.get(name)(difficulty=difficulty[name], spread=spread[name], seed=seed + 1000),
             noise,
+            workflow_weights,
             random,
         )
         for name in EXPERTS

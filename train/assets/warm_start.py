@@ -39,6 +39,7 @@ class Recipe:
         difficulty: Hardest problems demonstrated, for each task; the tasks' defaults go beyond.
         spread: Lengths mixed, for each task.
         noise: How often demonstrations go wrong.
+        workflow_weights: How often each workflow is played, in proportion.
     """
 
     steps: int = 1000
@@ -48,6 +49,9 @@ class Recipe:
     difficulty: dict[str, int] = field(default_factory=lambda: {"stack_code": 5, "arithmetic": 4})
     spread: dict[str, int] = field(default_factory=lambda: {"stack_code": 4, "arithmetic": 3})
     noise: Noise = field(default_factory=Noise)
+    workflow_weights: dict[str, float] = field(
+        default_factory=lambda: {"single": 1, "voting": 1, "eval_opt": 1, "orch_workers": 2}
+    )
 
     def rate_at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0."""
@@ -68,7 +72,13 @@ def batches(
     tokenizer: PreTrainedTokenizerBase, recipe: Recipe, *, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields (ids [B, T], labels [B, T]) of similar lengths; labels outside replies are ignored."""
-    stream = demonstrations(difficulty=recipe.difficulty, spread=recipe.spread, noise=recipe.noise, seed=seed)
+    stream = demonstrations(
+        difficulty=recipe.difficulty,
+        spread=recipe.spread,
+        noise=recipe.noise,
+        workflow_weights=recipe.workflow_weights,
+        seed=seed,
+    )
     random = Random(seed)
     while True:
         pool = [encode(tokenizer, d) for d in islice(stream, _POOL_BATCHES * recipe.batch_size)]
@@ -129,7 +139,12 @@ def main() -> None:
     print(table(measurements))
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
-    report = {"seed": arguments.seed, "recipe": asdict(recipe), "accuracy": as_rows(measurements)}
+    report = {
+        "seed": arguments.seed,
+        "recipe": asdict(recipe),
+        "num_problems": arguments.num_problems,
+        "accuracy": as_rows(measurements),
+    }
     (arguments.out / "warm_start.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -19,7 +19,7 @@ class Arithmetic:
         seed: Which problems are drawn.
     """
 
-    def __init__(self, *, difficulty: int = 6, spread: int = 5, seed: int = 0) -> None:
+    def __init__(self, *, difficulty: int = 5, spread: int = 4, seed: int = 0) -> None:
         check_difficulty(difficulty, task="arithmetic", low=2, high=9)
         check_difficulty(spread, task="arithmetic spread", low=1, high=9)
         self.lengths = range(max(2, difficulty - spread + 1), difficulty + 1)
