@@ -32,14 +32,18 @@ ROOT_ATTRIBUTES: dict[str, str] = {
     "journal_sequence": "number of the last journal record that this file contains",
 }
 
-LABEL_DIMS = ("role", "slot", "policy", "module", "phase", "contributor")
-"""Dims with names along them; their coordinates stand in the root and are inherited by all groups."""
+LABEL_DIMS = ("role", "slot", "module", "phase", "contributor")
+"""Dims with names along them; their coordinates stand in the root and are inherited by all groups, so no
+variable of a group may have such a name."""
+LABELS = (*LABEL_DIMS, "policy")
+"""What has names in a run. Policies are no dim: `/updates/policy` says which one an update was of."""
+NUMBERED_DIMS = {"policy_number": "number of the policy", "sketch_dim": "number of the random projection"}
+"""Dims whose coordinate only counts."""
 MIRROR_DIMS = {"role_b": "role", "slot_b": "slot", "contributor_b": "contributor"}
 """A second axis with the same labels goes by another name, since dims are unique within a variable."""
 DIM_DESCRIPTIONS = {
     "role": "agent role, in the order of the workflow",
     "slot": "agent instance",
-    "policy": "set of trainable parameters",
     "module": "adapted module",
     "phase": "part of a training step",
     "contributor": "what moved the parameters: a role, weight decay, or momentum carried over",
@@ -111,6 +115,11 @@ def fill_value(dtype: str) -> float | int | str:
 def base_dim(dim: str) -> str:
     """Returns the dim whose labels `dim` repeats: `slot` for `slot_b`, otherwise `dim` itself."""
     return MIRROR_DIMS.get(dim, dim)
+
+
+def dim_description(dim: str) -> str:
+    """Returns one line for people about a dim that does not grow."""
+    return NUMBERED_DIMS.get(dim) or DIM_DESCRIPTIONS[base_dim(dim)]
 
 
 def _table(name: str, dim: str, description: str, *rows: str, group: str = "") -> Table:
@@ -197,7 +206,7 @@ _TABLES = (
         "row_id! | | str | | id that leads to the completion's text",
         "step! | | i8 | 1 | training step",
         "update | | i8 | 1 | running number of the update, as in /updates",
-        "slot | | str | | slot that wrote the completion",
+        "row_slot | | str | | slot that wrote the completion",
         "problem | | str | | id of the problem",
         "episode | | str | | id of the episode",
         "grad_norm | | f8 | 1 | norm of the row's gradient",
@@ -251,6 +260,9 @@ SUPERSEDED = "superseded"
 """Group that keeps what a resume left behind, as `segment_NNN/TABLE`."""
 
 ROOT_VARIABLES = (
+    Variable(
+        "policy", ("policy_number",), "str", "", "names of the sets of trainable parameters", required=True
+    ),
     Variable("slot_role", ("slot",), "str", "", "role of the slot", required=True),
     Variable("slot_policy", ("slot",), "str", "", "policy that the slot's rows train", required=True),
     Variable("module_layer", ("module",), "i4", "1", "number of the layer"),

@@ -17,12 +17,12 @@ from gradscope.errors import nearest
 from gradscope.runfile.batch import Batch, Column, Columns, empty_column
 from gradscope.runfile.layout import Layout, user_variable
 from gradscope.runfile.update import UpdateRecord
-from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, MIRROR_DIMS, TABLES, Variable
+from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, MIRROR_DIMS, NUMBERED_DIMS, TABLES, Variable
 
 Row = dict[str, Any]
 
-_LOGGED_DIMS = ("slot", "role", "policy", "phase", "module")
-_RESERVED = {*LABEL_DIMS, *MIRROR_DIMS, "sketch_dim", *(table.dim for table in TABLES.values())}
+_LOGGED_DIMS = ("slot", "role", "phase", "module")
+_RESERVED = {*LABEL_DIMS, *MIRROR_DIMS, *NUMBERED_DIMS, *(table.dim for table in TABLES.values())}
 _SET_BY_WRITER = {"update", "step", "segment", "policy"}
 
 

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, TABLES, USER_TABLES, Variable, base_dim
+from gradscope.schema import (
+    EXTRA_CONTRIBUTORS,
+    LABEL_DIMS,
+    LABELS,
+    MIRROR_DIMS,
+    NUMBERED_DIMS,
+    ROOT_VARIABLES,
+    TABLES,
+    USER_TABLES,
+    Variable,
+    base_dim,
+)
 
 _NO_USER: dict[str, tuple[Variable, ...]] = dict.fromkeys(USER_TABLES, ())
 
@@ -23,7 +34,7 @@ class Layout:
     """Labels along every named dim, and the variables that only this run has.
 
     Attributes:
-        labels: Dim to labels, for each of `schema.LABEL_DIMS`.
+        labels: Dim to labels, for each of `schema.LABELS`.
         slot_role: Role of each slot, in the order of the slots.
         slot_policy: Policy of each slot.
         user: Variables of the two user tables.
@@ -45,7 +56,7 @@ class Layout:
             policies: Slot to policy.
         """
         roles = tuple(dict.fromkeys(slots.values()))
-        labels = dict.fromkeys(LABEL_DIMS, ()) | {
+        labels = dict.fromkeys(LABELS, ()) | {
             "role": roles,
             "slot": tuple(slots),
             "policy": tuple(dict.fromkeys(policies[slot] for slot in slots)),
@@ -55,7 +66,27 @@ class Layout:
 
     def size(self, dim: str) -> int:
         """Returns the length of a dim that does not grow."""
-        return self.sketch_dim if dim == "sketch_dim" else len(self.labels[base_dim(dim)])
+        if dim == "sketch_dim":
+            return self.sketch_dim
+        return len(self.labels["policy" if dim == "policy_number" else base_dim(dim)])
+
+    def coordinates(self) -> dict[str, list[str] | list[int]]:
+        """Returns the coordinate of every dim that does not grow and is not empty."""
+        named = {dim: list(self.labels[base_dim(dim)]) for dim in (*LABEL_DIMS, *MIRROR_DIMS)}
+        numbered = {dim: list(range(self.size(dim))) for dim in NUMBERED_DIMS}
+        return {dim: values for dim, values in {**named, **numbered}.items() if values}
+
+    def root_values(self) -> dict[Variable, list[str] | list[int]]:
+        """Returns the values of the root's variables, without empty ones."""
+        modules = self.labels["module"]
+        values: dict[str, list[str] | list[int]] = {
+            "policy": list(self.labels["policy"]),
+            "slot_role": list(self.slot_role),
+            "slot_policy": list(self.slot_policy),
+            "module_layer": [module_layer(module) for module in modules],
+            "module_kind": [module.rsplit(".", 1)[-1] for module in modules],
+        }
+        return {variable: values[variable.name] for variable in ROOT_VARIABLES if values[variable.name]}
 
     def shape(self, variable: Variable) -> tuple[int, ...]:
         """Returns the shape of one row of a variable."""
@@ -129,7 +160,7 @@ class Layout:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layout:
         """Rebuilds a layout from what `to_json` wrote, parsed."""
-        labels = {dim: tuple(value["labels"].get(dim, ())) for dim in LABEL_DIMS}
+        labels = {dim: tuple(value["labels"].get(dim, ())) for dim in LABELS}
         user = {
             table: tuple(
                 user_variable(name, tuple(dims), dtype, long_name)

@@ -9,18 +9,9 @@ import xarray as xr
 
 from gradscope.runfile.batch import Batch, Columns, select
 from gradscope.runfile.content import Content
-from gradscope.runfile.layout import Layout, module_layer
+from gradscope.runfile.layout import Layout
 from gradscope.runfile.load import load
-from gradscope.schema import (
-    DIM_DESCRIPTIONS,
-    LABEL_DIMS,
-    MIRROR_DIMS,
-    ROOT_VARIABLES,
-    SUPERSEDED,
-    TABLES,
-    Variable,
-    base_dim,
-)
+from gradscope.schema import SUPERSEDED, TABLES, Variable, dim_description
 
 
 def open_run(path: str | Path) -> xr.DataTree:
@@ -52,22 +43,11 @@ def to_datatree(content: Content) -> xr.DataTree:
 
 def _root(layout: Layout) -> xr.Dataset:
     coordinates = {}
-    for dim in (*LABEL_DIMS, *MIRROR_DIMS):
-        if layout.size(dim):
-            labels = np.array(layout.labels[base_dim(dim)], dtype=str)
-            attributes = {"long_name": DIM_DESCRIPTIONS[base_dim(dim)], "units": ""}
-            coordinates[dim] = xr.Variable((dim,), labels, attributes)
-    if layout.sketch_dim:
-        attributes = {"long_name": "number of the random projection", "units": "1"}
-        coordinates["sketch_dim"] = xr.Variable(("sketch_dim",), np.arange(layout.sketch_dim), attributes)
-    modules = layout.labels["module"]
-    values = {
-        "slot_role": np.array(layout.slot_role, dtype=str),
-        "slot_policy": np.array(layout.slot_policy, dtype=str),
-        "module_layer": np.array([module_layer(module) for module in modules], dtype="i4"),
-        "module_kind": np.array([module.rsplit(".", 1)[-1] for module in modules], dtype=str),
-    }
-    data = {v.name: _variable(values[v.name], v) for v in ROOT_VARIABLES if layout.size(v.dims[0])}
+    for dim, labels in layout.coordinates().items():
+        units = "" if isinstance(labels[0], str) else "1"
+        coordinates[dim] = xr.Variable((dim,), labels, {"long_name": dim_description(dim), "units": units})
+    values = layout.root_values().items()
+    data = {v.name: _variable(np.array(own, str if v.dtype == "str" else v.dtype), v) for v, own in values}
     return xr.Dataset(data, coordinates)
 
 

@@ -15,19 +15,8 @@ import numpy as np
 
 from gradscope.runfile.batch import Batch, Columns
 from gradscope.runfile.content import Content, segment_spans
-from gradscope.runfile.layout import Layout, module_layer
-from gradscope.schema import (
-    DIM_DESCRIPTIONS,
-    LABEL_DIMS,
-    MIRROR_DIMS,
-    ROOT_VARIABLES,
-    SUPERSEDED,
-    TABLES,
-    USER_TABLES,
-    Table,
-    Variable,
-    base_dim,
-)
+from gradscope.runfile.layout import Layout
+from gradscope.schema import LABELS, SUPERSEDED, TABLES, USER_TABLES, Table, Variable, dim_description
 
 _ATTRIBUTE_BYTES = 60_000
 """HDF5 of the widest compatibility holds no attribute above 64 KB."""
@@ -57,7 +46,7 @@ def grow(path: Path, batch: Batch, layout: Layout, attributes: Mapping[str, Any]
     """Appends rows to a file that has exactly this layout. Only ever called on a private copy."""
     with h5py.File(path, "r+") as file:
         _write_attributes(file, attributes)
-        scales = {dim: file[dim] for dim in _fixed_dims(layout)}
+        scales = {dim: file[dim] for dim in layout.coordinates()}
         _append_tables(file, batch, layout, scales)
         _write_spans(file)
 
@@ -79,7 +68,7 @@ def read_tables(file: h5py.Group, layout: Layout) -> Batch:
 
 def read_layout(file: h5py.File) -> Layout:
     """Reads the labels and the user variables of a file."""
-    labels = {dim: tuple(file[dim].asstr()[...].tolist()) if dim in file else () for dim in LABEL_DIMS}
+    labels = {dim: tuple(file[dim].asstr()[...].tolist()) if dim in file else () for dim in LABELS}
     user: dict[str, tuple[Variable, ...]] = dict.fromkeys(USER_TABLES, ())
     for table in (TABLES[name] for name in USER_TABLES):
         user[table.name] = tuple(_user_variables(file, table))
@@ -112,38 +101,20 @@ def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
         group.attrs[name] = value
 
 
-def _fixed_dims(layout: Layout) -> list[str]:
-    dims = [dim for dim in (*LABEL_DIMS, *MIRROR_DIMS) if layout.size(dim)]
-    return [*dims, "sketch_dim"] if layout.sketch_dim else dims
-
-
 def _write_labels(group: h5py.Group, layout: Layout) -> Scales:
-    """Writes the coordinates of all named dims and what belongs to them; returns the scales."""
+    """Writes the coordinates of all dims that do not grow and the root's variables; returns the scales."""
     scales: Scales = {}
-    for dim in _fixed_dims(layout):
-        if dim == "sketch_dim":
-            data: Any = np.arange(layout.sketch_dim, dtype="i4")
-            description = "number of the random projection"
-        else:
-            data = np.array(layout.labels[base_dim(dim)], dtype=object)
-            description = DIM_DESCRIPTIONS[base_dim(dim)]
-        dtype = h5py.string_dtype() if data.dtype == object else data.dtype
-        scales[dim] = group.create_dataset(dim, data=data, dtype=dtype)
+    for dim, values in layout.coordinates().items():
+        is_text = isinstance(values[0], str)
+        dtype = h5py.string_dtype() if is_text else "i4"
+        scales[dim] = group.create_dataset(dim, data=values, dtype=dtype)
         scales[dim].make_scale(dim)
-        scales[dim].attrs.update({"long_name": description, "units": "" if data.dtype == object else "1"})
-    modules = layout.labels["module"]
-    values: dict[str, list[Any]] = {
-        "slot_role": list(layout.slot_role),
-        "slot_policy": list(layout.slot_policy),
-        "module_layer": [module_layer(module) for module in modules],
-        "module_kind": [module.rsplit(".", 1)[-1] for module in modules],
-    }
-    for variable in ROOT_VARIABLES:
-        if layout.size(variable.dims[0]):
-            dtype = h5py.string_dtype() if variable.dtype == "str" else variable.dtype
-            dataset = group.create_dataset(variable.name, data=values[variable.name], dtype=dtype)
-            _describe(dataset, variable)
-            dataset.dims[0].attach_scale(scales[variable.dims[0]])
+        scales[dim].attrs.update({"long_name": dim_description(dim), "units": "" if is_text else "1"})
+    for variable, own in layout.root_values().items():
+        dtype = h5py.string_dtype() if variable.dtype == "str" else variable.dtype
+        dataset = group.create_dataset(variable.name, data=own, dtype=dtype)
+        _describe(dataset, variable)
+        dataset.dims[0].attach_scale(scales[variable.dims[0]])
     return scales
 
 

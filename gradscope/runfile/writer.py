@@ -205,7 +205,7 @@ class RunWriter:
         step = self._checked(step)
         num = len(row_id)
         columns: dict[str, Sequence[Any] | None] = {
-            "row_id": row_id, "slot": slot, "problem": problem, "episode": episode, "grad_norm": grad_norm,
+            "row_id": row_id, "row_slot": slot, "problem": problem, "episode": episode, "grad_norm": grad_norm,
             "advantage": advantage, "num_tokens": num_tokens,
             "update": [update] * num if isinstance(update, int) else update,
         }  # fmt: skip
