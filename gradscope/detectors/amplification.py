@@ -9,10 +9,11 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
+from gradscope import derive
 from gradscope.detectors.finding import Finding, Skipped
 from gradscope.detectors.series import PolicySeries, policy_series
 from gradscope.detectors.wording import at_step, score, too_few
-from gradscope.stats.grams import checked_grams, checked_steps, coherence, log_size
+from gradscope.stats.grams import checked_grams, checked_steps, log_size
 from gradscope.stats.steps import as_step
 from gradscope.stats.windows import onset, windows_for
 
@@ -66,7 +67,7 @@ def find_amplification(slot_gram: ArrayLike, *, step: ArrayLike | None = None) -
     """
     grams = checked_grams(slot_gram, name="slot_gram", least=2)
     steps = checked_steps(step, grams.shape[0])
-    kappa, size = coherence(grams), log_size(grams)
+    kappa, size = derive.coherence(grams), log_size(grams)
     windows = windows_for(grams.shape[0])
     if windows is None:
         return _undetermined({})

@@ -9,11 +9,12 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
+from gradscope import derive
 from gradscope.detectors.finding import Finding, Skipped
-from gradscope.detectors.series import PolicySeries, policy_series, role_means
+from gradscope.detectors.series import PolicySeries, policy_series, role_means, table
 from gradscope.detectors.wording import at_step, percent, score, too_few
 from gradscope.errors import SchemaError
-from gradscope.stats.grams import alignments, checked_grams, checked_steps, energy_shares, logit
+from gradscope.stats.grams import alignments, checked_grams, checked_steps, complete, logit
 from gradscope.stats.steps import as_step
 from gradscope.stats.windows import Windows, onset, windows_for
 
@@ -77,14 +78,14 @@ def find_capture(
     Raises:
         SchemaError: Shapes that do not fit, or numbers that cannot be.
     """
-    grams = checked_grams(role_gram, name="role_gram", least=2)
+    grams = complete(checked_grams(role_gram, name="role_gram", least=2))
     tokens = _checked_replies(role_tokens, grams, name="role_tokens", largest=np.inf)
     violations = _checked_replies(role_violation, grams, name="role_violation", largest=1.0)
     steps = checked_steps(step, grams.shape[0])
     windows = windows_for(grams.shape[0])
     if windows is None:
         return _undetermined({})
-    shares = energy_shares(grams)
+    shares = derive.diagonal_share(grams)
     base, final = windows.medians(shares)
     if not np.isfinite(base + final).all():
         return _undetermined({})
@@ -194,6 +195,7 @@ def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
         step=series.steps,
     )
     evidence = {"policy": series.policy, "score": capture.score, **capture.parts}
+    evidence["share_expected"] = expected = _expected_share(run, series, capture)
     subject = f"policy '{series.policy}'"
     if capture.role is None:
         reason = too_few(series.role_gram()) or f"the log has {capture.parts.get('drift_from', 'too little')}"
@@ -206,11 +208,31 @@ def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
         sentence = (
             f"Role capture of {subject}: none. The largest energy share at the end is that of '{role}', "
             f"{share} from the first to the last fifth; score {score(capture.score)} (capture from "
-            f"{CAPTURE:g})."
+            f"{CAPTURE:g}).{_imbalance(float(capture.parts['share_base']), expected)}"
         )
         return Finding("capture", None, None, capture.verdict, evidence, sentence)
     sentence = _change_sentence(capture, role, share, subject, roles)
     return Finding("capture", role, capture.step, capture.verdict, evidence, sentence)
+
+
+def _expected_share(run: xr.DataTree, series: PolicySeries, capture: Capture) -> float:
+    """Returns the captor's energy share in the first window if roles differed in their counts of rows only."""
+    windows = windows_for(series.steps.size)
+    if capture.role is None or windows is None or "num_rows" not in table(run, "updates"):
+        return float("nan")
+    rows = derive.step_role_count(run, series.policy, variable="num_rows").values
+    return float(windows.medians(derive.expected_energy_share(rows))[0][capture.role])
+
+
+def _imbalance(base: float, expected: float) -> str:
+    """Returns a caution where a role was heavy from the start: what happened earlier cannot be seen."""
+    shares = logit(np.array([base, expected]))
+    if not shares[0] - shares[1] > SHARE_UNIT:
+        return ""
+    return (
+        f" It was imbalanced from the start: its rows alone would give it {percent(expected)}. A capture before "
+        "the first fifth would look like this."
+    )
 
 
 def _change_sentence(capture: Capture, role: str, share: str, subject: str, roles: list[str]) -> str:

@@ -8,13 +8,15 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
 
-from gradscope.detectors.finding import Finding, Skipped
+from gradscope.detectors.finding import Evidence, Finding, Skipped
 from gradscope.detectors.series import need, table
 from gradscope.detectors.wording import at_step, percent, points, score
 from gradscope.stats.evaluations import Evaluations, dispersion, order_evaluations
 from gradscope.stats.steps import as_step
 from gradscope.stats.two_window import fall_p_value, strongest_fall, widths_for
 
+FEWEST = 9
+"""Evaluated steps that three windows of three need."""
 MARGIN = 0.03
 """A fall of three points of accuracy or less is not worth mention."""
 STRONG = 3.0
@@ -145,8 +147,8 @@ def _resumed_steps(run: xr.DataTree) -> list[float]:
 def _finding(setting: str, evaluations: xr.Dataset, resumed: list[float]) -> Finding:
     correct, total, step = (evaluations[name].values for name in ("num_correct", "num_total", "step"))
     cliff = find_cliff(correct, total, step=step)
-    peak = int(np.argmax(correct / total))
-    evidence = {
+    best = int(np.argmax(correct / total))
+    evidence: Evidence = {
         "setting": setting,
         "score": cliff.score,
         "p_value": cliff.p_value,
@@ -156,56 +158,51 @@ def _finding(setting: str, evaluations: xr.Dataset, resumed: list[float]) -> Fin
         "depth_low": cliff.interval[0],
         "depth_high": cliff.interval[1],
         "num_evaluations": int(np.unique(step).size),
-        "peak": float(correct[peak] / total[peak]),
-        "peak_step": int(step[peak]),
+        "peak": float(correct[best] / total[best]),
+        "peak_step": int(step[best]),
     }
-    if cliff.verdict == "undetermined":
+    if cliff.step is None:
         sentence = (
             f"Accuracy cliff on {setting}: cannot be told from {evidence['num_evaluations']} evaluated "
-            "steps; 9 are needed."
+            f"steps; {FEWEST} are needed."
         )
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
     if cliff.verdict == "none":
         sentence = (
-            f"Accuracy cliff on {setting}: none in {evidence['num_evaluations']} evaluated steps; the "
-            f"strongest late fall, at {at_step(cliff.step)}, scores {score(cliff.score)} (a cliff scores "
-            f"above {FOUND:g})."
+            f"Accuracy cliff on {setting}: none in {evidence['num_evaluations']} evaluated steps; of all "
+            f"late breaks {at_step(cliff.step)} looks most like one, with score {score(cliff.score)} (a "
+            f"cliff above {FOUND:g})."
         )
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
-    sentence = _fall_sentence(cliff, setting, evidence, float(step.max())) + _near_resume(
-        cliff, step, resumed
-    )
+    sentence = _fall_sentence(cliff, evidence) + _cautions(cliff.step, np.unique(step), resumed)
     return Finding("cliff", None, cliff.step, cliff.verdict, evidence, sentence)
 
 
-def _fall_sentence(cliff: Cliff, setting: str, evidence: dict, last_step: float) -> str:
-    head = {
+def _fall_sentence(cliff: Cliff, evidence: Evidence) -> str:
+    heads = {
         "strong": "Strong accuracy cliff",
         "cliff": "Accuracy cliff",
         "possible": "Possible accuracy cliff",
     }
     low, high = (100.0 * bound for bound in cliff.interval)
-    sentence = (
-        f"{head[cliff.verdict]} on {setting}: accuracy fell at {at_step(cliff.step)} and stayed down to the "
-        f"end (step {last_step:g}), from {percent(cliff.before)} to {percent(cliff.after)}, by "
+    return (
+        f"{heads[cliff.verdict]} on {evidence['setting']}: accuracy fell at {at_step(cliff.step)} and stayed "
+        f"down to the end of the run, from {percent(cliff.before)} to {percent(cliff.after)}, by "
         f"{points(cliff.depth)} (95 % interval {low:.1f} to {high:.1f}). Score {score(cliff.score)} (a cliff "
         f"above {FOUND:g}, strong above {STRONG:g}); a run that never falls looks like this with p = "
-        f"{cliff.p_value:.2g}. The best single evaluation, {percent(evidence['peak'])} at step "
+        f"{cliff.p_value:.2g}. The best single evaluation, {percent(float(evidence['peak'] or 0.0))} at step "
         f"{evidence['peak_step']}, is the luckiest of {evidence['num_evaluations']} and no baseline."
     )
-    if cliff.step == last_step:
-        sentence += (
-            " The fall rests on the final evaluation alone and cannot be told from one bad evaluation."
-        )
-    return sentence
 
 
-def _near_resume(cliff: Cliff, step: np.ndarray, resumed: list[float]) -> str:
-    """Returns a caution where training was resumed within two evaluations of the onset."""
-    steps = np.unique(step)
-    place = int(np.searchsorted(steps, cliff.step))
+def _cautions(onset: float, steps: np.ndarray, resumed: list[float]) -> str:
+    """Returns what weakens a fall: that one evaluation carries it, or that training was resumed close by."""
+    place = int(np.searchsorted(steps, onset))
+    cautions = ""
+    if place == steps.size - 1:
+        cautions += " It rests on the final evaluation alone and cannot be told from one bad evaluation."
     low, high = steps[max(0, place - 2)], steps[min(steps.size - 1, place + 2)]
     near = [start for start in resumed if low <= start <= high]
-    if not near:
-        return ""
-    return f" Training was resumed at step {near[0]:g}, close by: a resume alone can look like a break."
+    if near:
+        cautions += f" Training was resumed at step {near[0]:g}, close by: a resume can look like a break."
+    return cautions

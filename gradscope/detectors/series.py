@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from gradscope import derive
 from gradscope.detectors.finding import Skipped
 
 Array = NDArray[np.float64]
@@ -46,17 +47,18 @@ class PolicySeries:
         return self.gram[:, own][:, :, own]
 
     def role_gram(self) -> Array:
-        """Returns Z'GZ, `[T, R, R]`, over the slots that are there; NaN for a role of which none is."""
-        names = self.role_names()
-        membership = np.array([[role == name for name in names] for role in self.roles], dtype=np.float64)
-        there = np.isfinite(np.diagonal(self.gram, axis1=1, axis2=2)) @ membership > 0
-        summed = membership.T @ np.nan_to_num(self.gram, nan=0.0) @ membership
-        return np.where(there[:, :, None] & there[:, None, :], summed, np.nan)
+        """Returns the products among the policy's roles, `[T, R, R]`, from the slots that have signal."""
+        return derive.role_gram(self.gram, derive.membership(self.roles, self.role_names()))
 
 
 def table(run: xr.DataTree, name: str) -> xr.Dataset:
-    """Returns a group of the run, an empty dataset where nobody wrote it."""
-    return run[name].to_dataset() if name in run.children else xr.Dataset()
+    """Returns a group of the run with the labels of its dims; an empty dataset where nobody wrote it."""
+    if name not in run.children:
+        return xr.Dataset()
+    # Not everything that is inherited: the root's label `policy` would hide the variable /updates/policy.
+    own = run.children[name].to_dataset(inherit=False)
+    root = run.to_dataset()
+    return own.assign_coords({dim: root[dim] for dim in own.dims if dim in root.coords})
 
 
 def need(run: xr.DataTree, group: str, *names: str) -> xr.Dataset:
@@ -86,39 +88,36 @@ def slot_roles(run: xr.DataTree) -> dict[str, str]:
     }
 
 
-def slots_by_policy(run: xr.DataTree) -> dict[str, list[str]]:
-    """Returns the slots that train each policy, in the writer's order.
+def policy_series(run: xr.DataTree) -> list[PolicySeries]:
+    """Returns the series of every policy, all on the axis of the run's steps.
 
     Raises:
-        Skipped: The run does not say.
-    """
-    root = run.to_dataset()
-    if "slot_policy" not in root:
-        raise Skipped("the run does not say which slot trains which policy")
-    served: dict[str, list[str]] = {}
-    for slot, policy in zip(root["slot"].values, root["slot_policy"].values, strict=True):
-        served.setdefault(str(policy), []).append(str(slot))
-    return served
-
-
-def policy_series(run: xr.DataTree) -> Iterator[PolicySeries]:
-    """Yields the series of every policy, all on the axis of the run's steps.
-
-    Raises:
-        Skipped: The run holds no Grams, or does not say which slot trains which policy.
+        Skipped: The run holds no Grams, or does not say which slot has which role and policy.
     """
     updates = need(run, "updates", "gram")
-    steps = all_steps(run)
     roles = slot_roles(run)
-    for policy, slots in slots_by_policy(run).items():
-        own = updates.sel(slot=slots, slot_b=slots).isel(update=(updates["policy"] == policy).values)
-        gram = _sum_by_step(own["gram"].values, own["step"].values, steps)
-        if "num_signal_rows" in own:
-            signal = _sum_by_step(own["num_signal_rows"].values, own["step"].values, steps)
-            gram = _without(gram, signal == 0)
-        # A step of rows whose gradient is zero says nothing about direction or size either.
-        gram = _without(gram, np.diagonal(gram, axis1=1, axis2=2) == 0)
-        yield PolicySeries(policy, steps, tuple(slots), tuple(roles[slot] for slot in slots), gram)
+    if "slot_policy" not in run.to_dataset():
+        raise Skipped("the run does not say which slot trains which policy")
+    return [
+        _series(run, policy, roles, counted="num_signal_rows" in updates) for policy in derive.policies(run)
+    ]
+
+
+def _series(run: xr.DataTree, policy: str, roles: Mapping[str, str], *, counted: bool) -> PolicySeries:
+    summed = derive.step_gram(run, policy)
+    gram = np.where(np.isfinite(summed.values), summed.values, np.nan)
+    # A step whose rows have no gradient says nothing about direction or size either.
+    dead = np.diagonal(gram, axis1=1, axis2=2) == 0
+    if counted:
+        dead = dead | (derive.step_count(run, policy, variable="num_signal_rows").values == 0)
+    slots = [str(slot) for slot in summed["slot"].values]
+    return PolicySeries(
+        policy=policy,
+        steps=summed["step"].values.astype(np.float64),
+        slots=tuple(slots),
+        roles=tuple(roles[slot] for slot in slots),
+        gram=np.where(dead[:, :, None] | dead[:, None, :], np.nan, gram),
+    )
 
 
 def all_steps(run: xr.DataTree) -> Array:
@@ -141,22 +140,3 @@ def role_means(run: xr.DataTree, name: str, roles: list[str], steps: Array) -> A
         weights = train["num_rows"].sel(slot=own) if "num_rows" in train else xr.ones_like(values)
         means[rows, place] = values.weighted(weights.fillna(0)).mean("slot").values
     return means
-
-
-def _sum_by_step(values: Array, at: NDArray[np.int64], steps: Array) -> Array:
-    """Returns sums over the rows of each step, `[T, ...]`; NaN where no row of the step has a value.
-
-    A row with an infinite value is not finite in its sum, and counts as missing.
-    """
-    shape = (steps.size, *values.shape[1:])
-    total, seen = np.zeros(shape), np.zeros(shape, dtype=bool)
-    rows = np.searchsorted(steps, at)
-    known = ~np.isnan(values)
-    np.add.at(total, rows, np.where(known, values, 0.0))
-    np.logical_or.at(seen, rows, known)
-    return np.where(seen & np.isfinite(total), total, np.nan)
-
-
-def _without(gram: Array, dead: NDArray[np.bool_]) -> Array:
-    """Returns the Gram with rows and columns of the dead slots as NaN."""
-    return np.where(dead[:, :, None] | dead[:, None, :], np.nan, gram)

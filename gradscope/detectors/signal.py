@@ -10,6 +10,7 @@ import xarray as xr
 from gradscope.detectors.finding import Evidence, Finding
 from gradscope.detectors.series import all_steps, need, slot_roles, table
 from gradscope.detectors.wording import percent
+from gradscope.stats.windows import FEWEST_VALID, FRACTION, SHORTEST
 
 DEAD = 0.1
 """With signal in fewer steps than this fraction, there is none to speak of."""
@@ -25,19 +26,24 @@ class Signal:
         num_rows: Rows over the whole run.
         num_signal: Those with an advantage other than 0.
         alive: Steps in which at least one had.
+        num_alive_last: Of these, steps in the last fifth of the run (ten steps at least).
         num_steps: Steps of the run.
     """
 
     num_rows: float
     num_signal: float
     alive: tuple[float, ...]
+    num_alive_last: int
     num_steps: int
 
     @property
     def strength(self) -> str:
         """Verdict on the lack of signal."""
         fraction = len(self.alive) / self.num_steps
-        return "strong" if fraction < DEAD else "possible" if fraction < SPARSE else "none"
+        if fraction < DEAD:
+            return "strong"
+        faded = self.num_alive_last < min(FEWEST_VALID, self.num_steps)
+        return "possible" if fraction < SPARSE or faded else "none"
 
     def counts(self) -> str:
         """Returns the counts as the end of a sentence."""
@@ -72,8 +78,13 @@ def _measure(updates: xr.Dataset, slots: list[str], steps: np.ndarray) -> Signal
     rows = updates["num_rows"].sel(slot=slots)
     signal = updates["num_signal_rows"].sel(slot=slots)
     alive = np.unique(updates["step"].values[(signal.sum("slot") > 0).values])
+    last = steps[-max(SHORTEST, int(np.ceil(FRACTION * steps.size))) :]
     return Signal(
-        float(rows.sum()), float(signal.sum()), tuple(alive.astype(float).tolist()), int(steps.size)
+        num_rows=float(rows.sum()),
+        num_signal=float(signal.sum()),
+        alive=tuple(alive.astype(float).tolist()),
+        num_alive_last=int((alive >= last[0]).sum()),
+        num_steps=int(steps.size),
     )
 
 
@@ -104,6 +115,8 @@ def _sentence(signal: Signal, role: str | None, reward: float, last: float) -> s
     context = f" The last such step is step {last:g}." if signal.alive else ""
     if np.isfinite(reward):
         context += f" The mean episode reward was {reward:.3g}."
+    if signal.strength != "strong" and len(signal.alive) >= SPARSE * signal.num_steps:
+        head = "Signal faded out"
     return (
         f"{head}{where}: {signal.counts()}.{context} Without it a gradient is zero or noise, so shares, "
         "alignment and coherence mean nothing in those steps, and they are left out."

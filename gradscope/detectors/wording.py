@@ -34,7 +34,7 @@ def too_few(grams: NDArray[np.float64]) -> str:
     windows = windows_for(grams.shape[0])
     if windows is None:
         return f"{grams.shape[0]} steps are too few: {2 * SHORTEST} are needed"
-    alive = np.isfinite(np.diagonal(grams, axis1=1, axis2=2)).all(axis=1)
+    alive = np.asarray(np.isfinite(np.diagonal(grams, axis1=1, axis2=2)).all(axis=1))
     if not alive.any():
         return f"no step of {alive.size} had signal"
     base, final = int(alive[windows.base].sum()), int(alive[windows.final].sum())

@@ -65,8 +65,8 @@ def order_evaluations(num_correct: ArrayLike, num_total: ArrayLike, step: ArrayL
     source = np.full(unique_steps.size, correct.size, dtype=np.intp)
     np.minimum.at(source, group, kept)
     return Evaluations(
-        correct=np.bincount(group, weights=correct[kept], minlength=unique_steps.size),
-        total=np.bincount(group, weights=total[kept], minlength=unique_steps.size),
+        correct=np.bincount(group, weights=correct[kept]).astype(np.float64),
+        total=np.bincount(group, weights=total[kept]).astype(np.float64),
         step=unique_steps,
         source=source,
     )

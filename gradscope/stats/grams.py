@@ -1,4 +1,4 @@
-"""Shares, alignment, coherence and size read from a series of Gram matrices."""
+"""Series of Gram matrices: checked, and what detectors read in them besides the derived quantities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALLEST_SHARE = 1e-6
 
 
 def checked_grams(grams: ArrayLike, *, name: str, least: int) -> Array:
-    """Returns Gram matrices as float64 `[T, N, N]`.
+    """Returns Gram matrices as float64 `[T, N, N]`, with what is not finite as NaN.
 
     Args:
         grams: What the caller gave.
@@ -38,7 +38,7 @@ def checked_grams(grams: ArrayLike, *, name: str, least: int) -> Array:
     if (diagonals < 0).any():
         row, column = np.argwhere(diagonals < 0)[0]
         raise SchemaError(f"{name}[{row}, {column}, {column}] is negative: a diagonal holds squared norms.")
-    return array
+    return np.where(np.isfinite(array), array, np.nan)
 
 
 def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
@@ -57,15 +57,6 @@ def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
     return steps
 
 
-def energy_shares(grams: Array) -> Array:
-    """Returns each squared norm's share of the sum, `[T, N]`; NaN where any is missing or all are 0."""
-    squares = np.diagonal(grams, axis1=1, axis2=2)
-    total = squares.sum(axis=1, keepdims=True)
-    return np.divide(
-        squares, total, out=np.full(squares.shape, np.nan), where=np.isfinite(total) & (total > 0)
-    )
-
-
 def alignments(grams: Array) -> Array:
     """Returns the cosine of each gradient with the sum of all, `[T, N]`; NaN where either is 0 or missing."""
     squares = np.diagonal(grams, axis1=1, axis2=2)
@@ -73,20 +64,6 @@ def alignments(grams: Array) -> Array:
     return np.divide(
         grams.sum(axis=2), scale, out=np.full(squares.shape, np.nan), where=np.isfinite(scale) & (scale > 0)
     )
-
-
-def coherence(grams: Array) -> Array:
-    """Returns kappa = sum_{i!=j} G_ij / sum_{i!=j} n_i n_j of the gradients that are there, `[T]`.
-
-    0 orthogonal, 1 aligned, negative cancelling, whatever the norms; NaN with fewer than two gradients.
-    """
-    squares = np.diagonal(grams, axis1=1, axis2=2)
-    norms = np.sqrt(np.where(np.isfinite(squares), squares, 0.0))
-    present = np.where(np.isfinite(grams), grams, 0.0)
-    products = norms.sum(axis=1) ** 2 - (norms**2).sum(axis=1)
-    inner = present.sum(axis=(1, 2)) - np.diagonal(present, axis1=1, axis2=2).sum(axis=1)
-    enough = (norms > 0).sum(axis=1) >= 2
-    return np.divide(inner, products, out=np.full(products.shape, np.nan), where=enough)
 
 
 def log_size(grams: Array) -> Array:
@@ -105,3 +82,10 @@ def logit(share: Array) -> Array:
     """Returns the log odds of a share, finite also at 0 and 1; NaN stays NaN."""
     inside = np.clip(share, SMALLEST_SHARE, 1.0 - SMALLEST_SHARE)
     return np.log(inside) - np.log1p(-inside)
+
+
+def complete(grams: Array) -> Array:
+    """Returns `[T, N, N]` with every step as NaN in which a gradient is missing or all are 0."""
+    squares = np.diagonal(grams, axis1=1, axis2=2)
+    usable = np.isfinite(squares).all(axis=1) & (squares.sum(axis=1) > 0)
+    return np.where(usable[:, None, None], grams, np.nan)

@@ -100,7 +100,7 @@ def fall_p_value(correct: Array, total: Array, *, num_replicates: int = 999, see
     observed = float(strongest_fall(correct, total, margin=0.0).score)
     plateau = slice(int(LEVEL_FROM * correct.size), None)
     level = correct[plateau].sum() / total[plateau].sum()
-    spread = float(np.sqrt(max(1.0, dispersion(correct, total))))
+    spread = np.sqrt(max(1.0, float(dispersion(correct, total))))
     generator = np.random.default_rng(seed)
     chunk = max(1, CHUNK // correct.size)
     as_strong = 0
