@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import is_offline_mode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import is_offline_mode
+from transformers.utils import logging
 
 from gradscope.errors import ConfigError
 from gradscope.train.config.sections import ModelSection, RolloutSection
@@ -82,6 +85,20 @@ def check_lengths(section: ModelSection, rollout: RolloutSection) -> None:
         )
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and notices of coming renames out of our output."""
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
 def _load(loader: Any, path: str, **options: Any) -> Any:
     source = resolve_model(path)
     on_disk = Path(source).is_dir()
@@ -89,8 +106,7 @@ def _load(loader: Any, path: str, **options: Any) -> Any:
     attempts = [True] if on_disk or is_offline_mode() else [True, False]
     for local_only in attempts:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
+            with _quiet():
                 return loader.from_pretrained(
                     source, local_files_only=local_only, trust_remote_code=False, **options
                 )

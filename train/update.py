@@ -177,8 +177,8 @@ class Updater:
 def _token_sums(
     samples: Sequence[Sample], batch: MicroBatch, logprobs_BT: torch.Tensor, clipped_BT: torch.Tensor
 ) -> dict[str, TokenSums]:
-    difference_BT = (logprobs_BT - batch.sampled_logprobs) * batch.completion_mask
-    divergence_B = (difference_BT.exp() - difference_BT - 1.0).sum(-1).tolist()
+    difference_BT = ((logprobs_BT - batch.sampled_logprobs) * batch.completion_mask).double()
+    divergence_B = (difference_BT.expm1() - difference_BT).sum(-1).tolist()
     clipped_B = (clipped_BT * batch.completion_mask).sum(-1).tolist()
     return {
         sample.row.id: TokenSums(len(sample.row.completion_ids), divergence, clipped)

@@ -197,10 +197,10 @@ class RunSection(Section):
 
 
 class TrackingSection(Section):
-    """Where scalars go beside the run file."""
+    """How a run is followed while it goes on."""
 
-    jsonl: bool = True
-    """Whether to mirror each step's scalars to `metrics.jsonl`."""
+    print_every: int = Field(10, ge=1)
+    """Steps between printed lines where no terminal shows the progress."""
 
 
 class Config(Section):

@@ -1,0 +1,267 @@
+"""The training loop: plays, updates, measures, evaluates, writes everything down, and can go on later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from gradscope.errors import RunFileError
+from gradscope.runfile import RunWriter
+from gradscope.runfile.paths import RunPaths
+from gradscope.train.checkpoint import State, find_checkpoint, load_checkpoint, save_checkpoint
+from gradscope.train.config import Config, load_config, to_yaml
+from gradscope.train.environment import describe_environment
+from gradscope.train.evaluate import Evaluation, evaluate_session
+from gradscope.train.interrupt import Interrupt
+from gradscope.train.record import EpisodeRecorder
+from gradscope.train.session import Session, StepResult
+
+CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What `on_step` is told after every training step, and once before the first as step 0.
+
+    Attributes:
+        step: Training step just finished.
+        num_steps: Steps of the whole run.
+        metrics: Numbers by the names of the run file's `/train`; empty at step 0.
+        evaluations: Evaluations taken after this step.
+        events: Kind and message of what happened.
+        num_tokens: Reply tokens sampled in this step.
+        checkpoint: Folder of the checkpoint written after this step.
+    """
+
+    step: int
+    num_steps: int
+    metrics: dict[str, object] = field(default_factory=dict)
+    evaluations: tuple[Evaluation, ...] = ()
+    events: tuple[tuple[str, str], ...] = ()
+    num_tokens: int = 0
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        out: Run directory.
+        step: Last training step.
+        interrupted: Whether a signal ended it early; it can be resumed.
+        evaluations: Evaluations of this process, in order.
+    """
+
+    out: Path
+    step: int
+    interrupted: bool
+    evaluations: tuple[Evaluation, ...]
+
+
+def run(
+    config: Config,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    on_step: Callable[[StepReport], object] | None = None,
+) -> RunResult:
+    """Trains as configured and writes a run directory.
+
+    Ctrl-C and SIGTERM let the step in progress finish, write a checkpoint and return.
+
+    Args:
+        config: Configuration, as `load_config` returns it.
+        out: Run directory; `runs/{workflow}-{policies}-{task}-seed{seed}` when not given.
+        resume: Whether to go on from the last checkpoint of a run that is there; without one it starts over.
+        on_step: Called after every step.
+
+    Raises:
+        ConfigError: The model or the data cannot be used.
+        RunFileError: A run is there and `resume` is not set, or its checkpoint does not fit.
+    """
+    folder = Path(out) if out is not None else default_out(config)
+    exists = check_out(folder, resume=resume)
+    with _threads(config.train.threads):
+        session = Session(config)
+        try:
+            return _Run(session, folder, exists=exists, on_step=on_step or (lambda report: None)).go()
+        finally:
+            session.close()
+
+
+def check_out(folder: Path, *, resume: bool) -> bool:
+    """Returns whether there is a run in a folder to go on with.
+
+    Raises:
+        RunFileError: There is one and it is not to be resumed.
+    """
+    exists = RunPaths.of(folder).exists()
+    if exists and not resume:
+        raise RunFileError(
+            f"{folder}: holds a run already. Add --resume (resume=True) to go on with it, "
+            "or choose another folder."
+        )
+    return exists
+
+
+def default_out(config: Config) -> Path:
+    """Returns the run directory of a run that is not given one."""
+    routing = config.policy.routing
+    policies = routing if isinstance(routing, str) else "mapped"
+    name = f"{config.workflow.name}-{policies}-{config.task.name}-seed{config.train.seed}"
+    return Path("runs") / name.replace(":", "_")
+
+
+class _Run:
+    """One process's part of a run: from its first step or a checkpoint to the end or a signal."""
+
+    def __init__(
+        self, session: Session, folder: Path, *, exists: bool, on_step: Callable[[StepReport], object]
+    ) -> None:
+        self.session = session
+        self.config = session.config
+        self.folder = folder
+        self.exists = exists
+        self.on_step = on_step
+        self.evaluations: list[Evaluation] = []
+        self.state = State(0, session.policies.names)
+        checkpoint = find_checkpoint(folder) if exists else None
+        if checkpoint is not None:
+            self.state = load_checkpoint(checkpoint, session.policies)
+        self.changes = changed_keys(folder / CONFIG_FILE, self.config) if exists else []
+        self.environment = describe_environment(session.updater.device)
+        self.recorder = EpisodeRecorder(folder, session.chat, self.config.run)
+
+    def go(self) -> RunResult:
+        """Trains to the end or to a signal."""
+        writer = RunWriter(
+            self.folder,
+            slots=self.session.workflow.slots,
+            policies=self.session.routing,
+            config=self.config.model_dump(mode="json"),
+            seed=self.config.train.seed,
+            resume_from_step=self.state.step if self.exists else None,
+            hardware=str(self.environment["hardware"]),
+        )
+        with Interrupt() as interrupt, writer:
+            self._describe()
+            if self.changes:
+                writer.append_event(self.state.step, "config_change", f"changed: {', '.join(self.changes)}")
+            if self.state.step == 0:
+                self._begin(writer)
+            last = self.config.train.steps
+            while self.state.step < last and not interrupt.requested:
+                self._one_step(self.state.step + 1, writer, interrupt)
+        return RunResult(
+            self.folder,
+            self.state.step,
+            bool(interrupt.requested) and self.state.step < last,
+            tuple(self.evaluations),
+        )
+
+    def _describe(self) -> None:
+        """Writes what a reader needs beside the run file, once the run is ours to write."""
+        (self.folder / CONFIG_FILE).write_text(to_yaml(self.config), encoding="utf-8")
+        content = json.dumps(self.environment, indent=2)
+        (self.folder / ENVIRONMENT_FILE).write_text(content, encoding="utf-8")
+
+    def _begin(self, writer: RunWriter) -> None:
+        """Evaluates the untrained policies and keeps them, so that every run can be resumed."""
+        section = self.config.evaluate
+        events = self.session.probe.take_events()
+        for kind, message in events:
+            writer.append_event(0, kind, message)
+        evaluations = self._evaluate(0, writer) if section.every and section.at_start else []
+        checkpoint = self._checkpoint(evaluations, writer)
+        report = StepReport(0, self.config.train.steps, {}, tuple(evaluations), tuple(events), 0, checkpoint)
+        self.on_step(report)
+
+    def _one_step(self, step: int, writer: RunWriter, interrupt: Interrupt) -> None:
+        result = self.session.train_step(step)
+        records = [update.record for update in result.updates]
+        writer.append(step, records, metrics=result.metrics)
+        for kind, message in result.events:
+            writer.append_event(step, kind, message)
+        self.recorder.record(step, result.episodes, result.samples, writer)
+        self.state = replace(self.state, step=step)
+        evaluations = self._evaluate(step, writer) if self._is_due(step, self.config.evaluate.every) else []
+        stops = bool(interrupt.requested) or step == self.config.train.steps
+        checkpoint = None
+        if stops or self._is_due(step, self.config.train.checkpoint_every):
+            checkpoint = self._checkpoint(evaluations, writer)
+        self.on_step(self._report(result, evaluations, checkpoint))
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return every > 0 and (step % every == 0 or step == self.config.train.steps)
+
+    def _evaluate(self, step: int, writer: RunWriter) -> list[Evaluation]:
+        evaluations = evaluate_session(self.session, step=step)
+        for evaluation in evaluations:
+            writer.append_evaluation(
+                step,
+                num_correct=evaluation.num_correct,
+                num_total=evaluation.num_total,
+                dataset=f"{self.config.task.name}/held_out",
+                temperature=evaluation.temperature,
+                greedy=evaluation.greedy,
+                role_accuracy=evaluation.role_accuracy,
+                role_tokens_mean=evaluation.role_tokens_mean,
+            )
+        self.evaluations += evaluations
+        return evaluations
+
+    def _checkpoint(self, evaluations: Sequence[Evaluation], writer: RunWriter) -> Path:
+        """Writes a checkpoint; `best` is the best of those that were evaluated, sampled if that is on."""
+        step = self.state.step
+        if evaluations and evaluations[0].accuracy > self.state.best_accuracy:
+            self.state = replace(self.state, best_step=step, best_accuracy=evaluations[0].accuracy)
+        path = save_checkpoint(
+            self.folder, self.session.policies, self.state, keep=self.config.run.keep_checkpoints
+        )
+        writer.append_event(step, "checkpoint", path.name)
+        return path
+
+    def _report(
+        self, result: StepResult, evaluations: Sequence[Evaluation], checkpoint: Path | None
+    ) -> StepReport:
+        num_tokens = sum(len(sample.row.completion_ids) for sample in result.samples)
+        return StepReport(
+            result.step,
+            self.config.train.steps,
+            result.metrics,
+            tuple(evaluations),
+            tuple(result.events),
+            num_tokens,
+            checkpoint,
+        )
+
+
+def changed_keys(file: Path, config: Config) -> list[str]:
+    """Returns the keys in which a run's earlier configuration differs, with both values."""
+    if not file.is_file():
+        return []
+    before, now = load_config(file).model_dump(mode="json"), config.model_dump(mode="json")
+    return [
+        f"{section}.{key} {before[section].get(key)!r} -> {now[section].get(key)!r}"
+        for section in now
+        for key in {**before[section], **now[section]}
+        if before[section].get(key) != now[section].get(key)
+    ]
+
+
+@contextmanager
+def _threads(num: int) -> Iterator[None]:
+    """Uses that many CPU threads inside the block; 0 leaves torch's choice."""
+    before = torch.get_num_threads()
+    if num:
+        torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,92 @@
+"""Shows a run going on: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gradscope.train.loop import StepReport
+
+
+class RunProgress:
+    """An `on_step` callback that prints; a context manager.
+
+    Args:
+        title: What is being trained.
+        print_every: Steps between lines where there is no terminal.
+        console: Where to print; standard error by default, so that standard output stays for results.
+    """
+
+    def __init__(self, title: str, *, print_every: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self.title = title
+        self.print_every = print_every
+        self.accuracy = math.nan
+        self.live = self._make_live() if self.console.is_terminal else None
+        self._task = None if self.live is None else self.live.add_task(title, total=None, facts="")
+        self._seconds, self._tokens = 0.0, 0
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> RunProgress:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def __call__(self, report: StepReport) -> None:
+        """Shows one step."""
+        now = time.perf_counter()
+        self._seconds += now - self._last
+        self._last = now
+        self._tokens += report.num_tokens
+        for evaluation in report.evaluations:
+            if not evaluation.greedy or len(report.evaluations) == 1:
+                self.accuracy = evaluation.accuracy
+            self.console.print(f"step {report.step}: {evaluation.describe()}", markup=False)
+        for kind, message in report.events:
+            self.console.print(f"step {report.step}: {kind}: {message}", markup=False)
+        if report.step and (self.live is not None or self._is_due(report)):
+            facts = self._facts(report)
+            if self.live is not None and self._task is not None:
+                self.live.update(self._task, completed=report.step, total=report.num_steps, facts=facts)
+            else:
+                self.console.print(f"step {report.step}/{report.num_steps}: {facts}", markup=False)
+
+    def _is_due(self, report: StepReport) -> bool:
+        return report.step % self.print_every == 0 or report.step == report.num_steps
+
+    def _facts(self, report: StepReport) -> str:
+        """Returns reward, accuracy, speed since the last line, and what the probe's calls took."""
+        seconds = report.metrics.get("seconds")
+        phases = seconds if isinstance(seconds, Mapping) else {}
+        busy = phases.get("rollout", 0.0) + phases.get("update", 0.0)
+        share = phases.get("probes", 0.0) / busy if busy else 0.0
+        speed = self._tokens / self._seconds if self._seconds else 0.0
+        self._seconds, self._tokens = 0.0, 0
+        accuracy = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
+        reward = report.metrics.get("episode_reward_mean", math.nan)
+        return f"reward {reward:.3f}{accuracy}, {speed:.0f} tokens/s, probe calls {share:.1%}"
+
+    def _make_live(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}", markup=False),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=False,
+        )
