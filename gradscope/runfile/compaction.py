@@ -16,7 +16,7 @@ from gradscope.runfile import store
 from gradscope.runfile.batch import join
 from gradscope.runfile.content import Content
 from gradscope.runfile.journal import sync_directory
-from gradscope.runfile.load import pending_rows, read_file, read_head, read_journal
+from gradscope.runfile.load import empty_content, pending_rows, read_file, read_head, read_journal
 from gradscope.runfile.paths import RunPaths
 
 
@@ -37,7 +37,7 @@ def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any]) -> i
     closed = {number: path for number, path in paths.journals().items() if number < before}
     journals = [read_journal(path) for path in closed.values()]
     is_first = not paths.file.exists()
-    base = Content(journals[-1].newest_layout(), {}) if is_first else read_head(paths.file)
+    base = empty_content(journals) if is_first else read_head(paths.file)
     rows = pending_rows(journals, base)
     attributes = {**attributes, "journal_sequence": rows.last_sequence}
     try:

@@ -51,10 +51,9 @@ class Content:
         tables = join([base.tables, *batches], layout)
         return Content(layout, {**self.attributes, **attributes}, tables, base.superseded)
 
-    def last_step(self) -> int | None:
-        """Returns the last training step, or None before the first."""
-        steps = self.tables.get("train", {}).get("step")
-        return None if steps is None or len(steps) == 0 else int(steps[-1])
+    def num_rows(self, table: str) -> int:
+        """Returns how many rows a table has."""
+        return len(self.tables.get(table, {}).get(TABLES[table].dim, ()))
 
     def next_number(self, table: str) -> int:
         """Returns the running number that the next row of a table gets."""

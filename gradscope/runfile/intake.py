@@ -5,33 +5,21 @@ Nothing here raises for data: what does not fit is kept under `/user` or left ou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradscope.errors import nearest
-from gradscope.runfile.batch import Batch, Column, Columns, empty_column
+from gradscope.runfile.batch import Batch
+from gradscope.runfile.columns import Placed, Row, columns_of, number
 from gradscope.runfile.layout import Layout, user_variable
 from gradscope.runfile.update import UpdateRecord
 from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, MIRROR_DIMS, NUMBERED_DIMS, TABLES, Variable
 
-Row = dict[str, Any]
-
 _LOGGED_DIMS = ("slot", "role", "phase", "module")
 _RESERVED = {*LABEL_DIMS, *MIRROR_DIMS, *NUMBERED_DIMS, *(table.dim for table in TABLES.values())}
 _SET_BY_WRITER = {"update", "step", "segment", "policy"}
-
-
-@dataclass(frozen=True)
-class Placed:
-    """An array whose axes carry labels, to be put where those labels stand in the file."""
-
-    labels: tuple[Sequence[str], ...]
-    values: NDArray[Any]
 
 
 class Intake:
@@ -66,10 +54,10 @@ class Intake:
         user: Row = {}
         updates: list[Row] = []
         user_updates: list[Row] = []
-        for number, record in enumerate(records):
+        for order, record in enumerate(records):
             own: Row = {}
-            before = sum(other.policy == record.policy for other in records[:number])
-            place = {"update": next_update + number, "step": row["step"], "segment": row["segment"]}
+            before = sum(other.policy == record.policy for other in records[:order])
+            place = {"update": next_update + order, "step": row["step"], "segment": row["segment"]}
             updates.append({"minibatch": before, **self._update(record, own), **place})
             if own:
                 user_updates.append({**own, "update": place["update"]})
@@ -82,7 +70,7 @@ class Intake:
 
     def batch(self, tables: Mapping[str, list[Row]]) -> Batch:
         """Returns rows given one by one as columns, in the present layout."""
-        return {table: self._columns(table, rows) for table, rows in tables.items() if rows}
+        return {table: columns_of(table, rows, self.layout) for table, rows in tables.items() if rows}
 
     def notice(self, key: str, sentence: str) -> None:
         """Notes a sentence to warn with, unless one of that key has been noted in this run."""
@@ -90,16 +78,30 @@ class Intake:
             self._said.add(key)
             self.notices.append(sentence)
 
-    def module_rows(self, row: Row, slots: Sequence[str], modules: Sequence[str], arrays: Row) -> Batch:
-        """Returns one row of `/modules`; arrays by name, their axes as the schema says."""
+    def module_columns(self, slots: Sequence[str], modules: Sequence[str], arrays: Mapping[str, Any]) -> Row:
+        """Returns what one row of `/modules` holds; arrays by name, their axes as the schema says."""
         self._learn_slots(slots)
         self.layout = self.layout.with_labels("module", modules)
         labels = {"slot": slots, "slot_b": slots, "module": modules}
+        row: Row = {}
         for name, value in arrays.items():
             variable = TABLES["modules"].variable(name)
             if variable is not None:
                 self._place(row, variable, value, tuple(labels[dim] for dim in variable.dims[1:]))
-        return self.batch({"modules": [row]})
+        return row
+
+    def completion_rows(self, num: int, columns: Mapping[str, Sequence[Any] | None]) -> list[Row]:
+        """Returns `num` rows of `/rows` from columns, each `[num]` long or None."""
+        rows: list[Row] = [{} for _ in range(num)]
+        for name, values in columns.items():
+            if values is None:
+                continue
+            if len(values) != num:
+                self.notice(f"rows {name}", f"'{name}' has {len(values)} entries for {num} rows; left out.")
+                continue
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        return rows
 
     def add_sketches(self, rows: Sequence[Row], sketches: Sequence[Sequence[float]]) -> None:
         """Adds the rows' sketches, `[n, S]`; the first ones logged fix S."""
@@ -250,51 +252,3 @@ class Intake:
             )
             return None
         return known
-
-    def _columns(self, table: str, rows: list[Row]) -> Columns:
-        columns: Columns = {}
-        for name in dict.fromkeys(name for row in rows for name in row):
-            variable = self.layout.variable(table, name)
-            assert variable is not None, f"{table}.{name} is not in the layout"
-            column = columns[name] = empty_column(variable, len(rows), self.layout)
-            for position, row in enumerate(rows):
-                if row.get(name) is not None:
-                    self._assign(column, position, variable, row[name])
-        return columns
-
-    def _assign(self, column: Column, position: int, variable: Variable, value: Any) -> None:
-        if isinstance(value, Placed):
-            axes = zip(variable.dims[1:], value.labels, strict=True)
-            places = [[self.layout.index(dim)[label] for label in labels] for dim, labels in axes]
-            column[position][np.ix_(*places)] = fitted(value.values, variable)
-        elif isinstance(value, Mapping):
-            index = self.layout.index(variable.dims[1])
-            for label, inner in value.items():
-                found = number(inner)
-                if found is not None:
-                    column[position, index[label]] = fitted(found, variable)
-        elif variable.dtype == "str":
-            column[position] = str(value)
-        elif isinstance(value, np.ndarray):
-            column[position] = value
-        elif (found := number(value)) is not None:
-            column[position] = fitted(found, variable)
-
-
-def number(value: Any) -> float | None:
-    """Returns a number, array of one or tensor of one as a float; None when it is none of these."""
-    if isinstance(value, str) or value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def fitted(values: Any, variable: Variable) -> Any:
-    """Returns numbers as the variable stores them; what is no finite number becomes a missing count."""
-    if not variable.dtype.startswith("i"):
-        return values
-    if np.ndim(values) == 0:
-        return round(float(values)) if math.isfinite(values) else variable.fill
-    return np.where(np.isfinite(values), np.rint(values), variable.fill)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from gradscope.errors import SchemaError, unknown_name
 from gradscope.schema import (
     EXTRA_CONTRIBUTORS,
     LABEL_DIMS,
@@ -72,8 +73,12 @@ class Layout:
 
     def coordinates(self) -> dict[str, list[str] | list[int]]:
         """Returns the coordinate of every dim that does not grow and is not empty."""
-        named = {dim: list(self.labels[base_dim(dim)]) for dim in (*LABEL_DIMS, *MIRROR_DIMS)}
-        numbered = {dim: list(range(self.size(dim))) for dim in NUMBERED_DIMS}
+        named: dict[str, list[str] | list[int]] = {
+            dim: list(self.labels[base_dim(dim)]) for dim in (*LABEL_DIMS, *MIRROR_DIMS)
+        }
+        numbered: dict[str, list[str] | list[int]] = {
+            dim: list(range(self.size(dim))) for dim in NUMBERED_DIMS
+        }
         return {dim: values for dim, values in {**named, **numbered}.items() if values}
 
     def root_values(self) -> dict[Variable, list[str] | list[int]]:
@@ -180,3 +185,25 @@ def module_layer(module: str) -> int:
     """Returns the first whole number among the parts of a module's name; -1 when there is none."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
     return int(match.group(1)) if match else -1
+
+
+def policy_of_slots(slots: Mapping[str, str], policies: Mapping[str, str]) -> dict[str, str]:
+    """Returns slot to policy from a map whose keys are roles or slots.
+
+    Raises:
+        SchemaError: A slot has no policy, or there are no slots.
+        UnknownNameError: A key is neither slot nor role.
+    """
+    if not slots:
+        raise SchemaError("slots: empty; expected slot to role, such as {'generator/0': 'generator'}.")
+    allowed = list(dict.fromkeys([*slots.values(), *slots]))
+    for key in policies:
+        if key not in allowed:
+            raise unknown_name("role or slot", key, allowed, where="policies")
+    for slot, role in slots.items():
+        if slot not in policies and role not in policies:
+            raise SchemaError(
+                f"policies: neither slot '{slot}' nor its role '{role}' has a policy, only "
+                f"{', '.join(policies) or 'nothing'} has. Add '{role}': NAME."
+            )
+    return {slot: policies.get(slot, policies.get(role, "")) for slot, role in slots.items()}

@@ -46,11 +46,6 @@ class Journal:
     rows: Mapping[int, bytes]
     damages: tuple[frames.Damage, ...]
 
-    def newest_layout(self) -> Layout:
-        """Returns the layout of the last header of a journal that has one."""
-        assert self.newest is not None
-        return self.newest
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -100,13 +95,21 @@ def load(path: str | Path) -> Loaded:
     readable = [journal for journal in journals if journal.newest is not None]
     if stored is None and not readable:
         raise RunFileError(_nothing_there(path, paths))
-    base = stored or Content(readable[-1].newest_layout(), {})
+    base = stored or empty_content(journals)
     rows = pending_rows(journals, base)
     # Attributes of a journal older than the file would bring back what a later resume or close has changed.
     attributes = readable[-1].attributes if readable and (rows.batches or stored is None) else {}
     sequence = {"journal_sequence": rows.last_sequence}
     content = base.with_rows(rows.batches, rows.layout, {**attributes, **sequence})
     return Loaded(spanned(content), paths, journals, len(rows.batches), rows.num_missing)
+
+
+def empty_content(journals: Sequence[Journal]) -> Content:
+    """Returns a run without rows, in the newest layout that the journals tell of."""
+    layouts = [journal.newest for journal in journals if journal.newest is not None]
+    if not layouts:
+        raise RunFileError(f"{', '.join(journal.name for journal in journals)}: no header is readable.")
+    return Content(layouts[-1], {})
 
 
 def pending_rows(journals: Sequence[Journal], base: Content) -> Pending:

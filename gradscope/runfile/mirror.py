@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradscope.runfile.intake import number
+from gradscope.runfile.columns import number
 from gradscope.runfile.update import UpdateRecord
 
 
