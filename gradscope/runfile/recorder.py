@@ -1,0 +1,123 @@
+"""Numbers the rows of a run, writes them, and tells of what went wrong: in the log and as warnings."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradscope.runfile import provenance
+from gradscope.runfile.columns import Row
+from gradscope.runfile.intake import Intake
+from gradscope.runfile.log import RunLog
+from gradscope.runfile.paths import RunPaths
+from gradscope.runfile.resume import Start
+from gradscope.runfile.update import UpdateRecord
+from gradscope.schema import TABLES
+
+
+class Recorder:
+    """Writes rows of all tables; each `put` is one journal record.
+
+    Args:
+        paths: Of the run.
+        start: Where to begin.
+        policies: Role or slot to policy.
+        fsync: Whether each record is forced to the disk.
+    """
+
+    def __init__(self, paths: RunPaths, start: Start, policies: Mapping[str, str], *, fsync: bool) -> None:
+        self._intake = Intake(start.layout, policies)
+        self._next = dict(start.next_numbers)
+        self._segment = start.segment
+        self._coverage: dict[str, tuple[str, ...]] = {}
+        self._log = RunLog(paths, start, fsync=fsync)
+        if start.rows:
+            self._log.put(start.rows, start.layout)
+
+    def put_step(self, step: int, records: Sequence[UpdateRecord], metrics: Mapping[str, Any]) -> None:
+        """Writes one training step with its updates."""
+        row: Row = {"step": step, "segment": self._segment, "wall_time": time.time()}
+        if records:
+            row["num_updates"] = len(records)
+        rows = self._intake.step(row, records, metrics, next_update=self._next["updates"])
+        self._next["updates"] += len(records)
+        self._log.put(rows, self._intake.layout)
+        for record in records:
+            self._note_coverage(step, record)
+
+    def put_evaluation(self, step: int, row: Row, by_role: Mapping[str, Mapping[str, float]]) -> None:
+        """Writes one evaluation; `by_role` has its numbers by role."""
+        for values in by_role.values():
+            self._intake.layout = self._intake.layout.with_labels("role", values)
+        self._put("eval", [{**row, **by_role, "step": step, "segment": self._segment}])
+
+    def put_completions(
+        self, num: int, columns: Mapping[str, Sequence[Any] | None], sketch: Sequence[Sequence[float]] | None
+    ) -> None:
+        """Writes `num` rows of `/rows`."""
+        rows = self._intake.completion_rows(num, columns)
+        if sketch is not None:
+            self._intake.add_sketches(rows, sketch)
+        self._put("rows", rows)
+
+    def put_modules(
+        self,
+        step: int,
+        slots: Sequence[str],
+        modules: Sequence[str],
+        arrays: Mapping[str, Any],
+        update: int | None,
+    ) -> None:
+        """Writes one row of `/modules`, of the last update unless another is named."""
+        row: Row = {"step": step, "update": self._next["updates"] - 1 if update is None else update}
+        self._put("modules", [{**row, **self._intake.module_columns(slots, modules, arrays)}])
+
+    def event(self, step: int, kind: str, message: str) -> None:
+        """Writes one event."""
+        self._put("events", [{"step": step, "kind": kind, "message": message}])
+
+    def notice(self, key: str, sentence: str) -> None:
+        """Warns with a sentence when the append is done, unless one of that key has been said before."""
+        self._intake.notice(key, sentence)
+
+    def compact(self, *, wait: bool) -> None:
+        """Starts a compaction; with `wait`, one that has everything in it is done on return."""
+        if wait:
+            self._log.finish_compaction()
+        self._log.start_compaction()
+        if wait:
+            self._log.finish_compaction()
+
+    def settle(self, step: int) -> None:
+        """Compacts when due, then tells of what went wrong."""
+        self._log.compact_if_due()
+        troubles = self._log.take_troubles()
+        for kind, message in troubles:
+            self.event(step, kind, message)
+        self._warn([message for _, message in troubles])
+
+    def close(self) -> None:
+        """Compacts a last time and marks the run as finished."""
+        self._log.close({"finished_at": provenance.now()})
+        self._warn([message for _, message in self._log.take_troubles()])
+
+    def _put(self, table: str, rows: list[Row]) -> None:
+        """Gives rows their running numbers and writes them as one record."""
+        dim = TABLES[table].dim
+        numbered = [{**row, dim: self._next[table] + order} for order, row in enumerate(rows)]
+        self._next[table] += len(rows)
+        self._log.put(self._intake.batch({table: numbered}), self._intake.layout)
+
+    def _note_coverage(self, step: int, record: UpdateRecord) -> None:
+        coverage = tuple(record.coverage)
+        if coverage != self._coverage.get(record.policy, ()):
+            self._coverage[record.policy] = coverage
+            covered = f"does not cover {', '.join(coverage)}" if coverage else "covers all parameters"
+            self.event(step, "coverage", f"The Gram of policy '{record.policy}' {covered}.")
+
+    def _warn(self, messages: Sequence[str]) -> None:
+        notices, self._intake.notices = self._intake.notices, []
+        for message in (*messages, *notices):
+            warnings.warn(message, UserWarning, stacklevel=4)
