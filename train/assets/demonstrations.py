@@ -25,8 +25,8 @@ class Noise:
         off_role: A reply that is another role's kind of text.
     """
 
-    operation: float = 0.2
-    digit: float = 0.1
+    operation: float = 0.27
+    digit: float = 0.22
     choice: float = 0.2
     strategy_right: float = 0.5
     off_role: float = 0.03

@@ -42,9 +42,9 @@ class Recipe:
         workflow_weights: How often each workflow is played, in proportion.
     """
 
-    steps: int = 1000
+    steps: int = 3500
     batch_size: int = 128
-    learning_rate: float = 5e-3
+    learning_rate: float = 3e-3
     warm_up: int = 50
     difficulty: dict[str, int] = field(default_factory=lambda: {"stack_code": 5, "arithmetic": 4})
     spread: dict[str, int] = field(default_factory=lambda: {"stack_code": 4, "arithmetic": 3})
