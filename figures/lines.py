@@ -1,0 +1,140 @@
+"""Draws one quantity of one cell over steps: dots as measured, a smoothed line, a band over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.typing import LineStyleType
+
+from gradscope.figures.bands import SHORTEST_SMOOTHED, over_runs, smooth, window_for
+from gradscope.figures.base import stack
+from gradscope.figures.cells import Cell
+from gradscope.figures.style import REFERENCE_COLOUR, Look
+
+MANY_DOTS = 2000
+"""From this many dots on they are pixels inside the PDF, so that it opens quickly."""
+NUM_MARKERS = 6
+"""Markers along a line."""
+
+
+def draw_series(
+    axes: Axes,
+    cell: Cell,
+    per_run: Sequence[xr.DataArray],
+    look: Look,
+    *,
+    label: str,
+    columns: Mapping[str, str],
+    logarithmic: bool = False,
+) -> pd.DataFrame:
+    """Draws a quantity of a cell's runs and returns the drawn numbers.
+
+    Every run's values are small dots. The line is the running mean of each run, averaged over runs; the band
+    is the 95 % interval of that average over runs. On a log axis means are taken of logs, and a value of 0,
+    which has no place there, is blank.
+
+    Args:
+        axes: Where to draw.
+        cell: Names the runs and their seeds.
+        per_run: One series on dim `step` a run, NaN where there is no value.
+        look: Colour and marker.
+        label: Of the line; begins with `_` where the legend has it already.
+        columns: Columns of the table that say what this is, the same in every row.
+        logarithmic: Whether the axis is logarithmic.
+    """
+    if logarithmic:
+        per_run = [series.where(series > 0) for series in per_run]
+    tables = []
+    for run_number, (series, seed) in enumerate(zip(per_run, cell.seeds, strict=True)):
+        axes.plot(
+            series["step"], series, linestyle="none", marker=".", markersize=2.2, markeredgewidth=0,
+            color=look.colour, alpha=0.45, label=f"_dots_{label}_{run_number}",
+            rasterized=series.size > MANY_DOTS,
+        )  # fmt: skip
+        tables.append(_rows(columns, "dots", series, seed=seed, num_runs=1))
+    window = smoothing_window(cell)
+    line = over_runs([smooth(_log(series) if logarithmic else series, window) for series in per_run])
+    mean, low, high = (_exp(line[name]) if logarithmic else line[name] for name in ("mean", "low", "high"))
+    axes.plot(
+        line["step"], mean, color=look.colour, marker=look.marker, label=label,
+        markevery=max(1, line.sizes["step"] // NUM_MARKERS),
+    )  # fmt: skip
+    if len(per_run) > 1:
+        axes.fill_between(
+            line["step"], low, high, color=look.colour, alpha=0.2, linewidth=0, label=f"_band_{label}"
+        )
+    tables.append(_rows(columns, "line", mean, low=low, high=high, num_runs=line["num_runs"]))
+    return stack(tables)
+
+
+def draw_reference(
+    axes: Axes,
+    cell: Cell,
+    per_run: Sequence[xr.DataArray],
+    *,
+    name: str,
+    label: str,
+    columns: Mapping[str, str],
+    colour: str = REFERENCE_COLOUR,
+    dashes: LineStyleType = "--",
+) -> pd.DataFrame:
+    """Draws what a quantity would be under an assumption, smoothed and averaged as the quantity itself."""
+    window = smoothing_window(cell)
+    line = over_runs([smooth(series, window) for series in per_run])
+    axes.plot(line["step"], line["mean"], color=colour, linestyle=dashes, linewidth=1.0, label=label)
+    return _rows(columns, name, line["mean"], num_runs=line["num_runs"])
+
+
+def smoothing_window(cell: Cell) -> int:
+    """Returns the steps in the running mean of a cell: that of its shortest run, 1 for none."""
+    return window_for(min(np.unique(run["updates"].to_dataset()["step"].values).size for run in cell.runs))
+
+
+def series_note(cells: Sequence[Cell], *, mean: str = "mean") -> str:
+    """Returns the sentences of the legend that say what dots, lines and bands are."""
+    windows = {smoothing_window(cell) for cell in cells}
+    if max(windows) == 1:
+        line = f"Lines: the {mean}, not smoothed"
+    else:
+        some = f" (where a run has at least {SHORTEST_SMOOTHED})" if min(windows) == 1 else ""
+        line = f"Lines: running {mean} over {max(windows)} steps{some}"
+    if all(len(cell.runs) == 1 for cell in cells):
+        return f"Dots: single steps. {line}. One seed."
+    return f"Dots: single runs. {line}, averaged over seeds, with its 95 % interval."
+
+
+def _log(series: xr.DataArray) -> xr.DataArray:
+    return series.copy(data=np.log(series.values))
+
+
+def _exp(series: xr.DataArray) -> xr.DataArray:
+    return series.copy(data=np.exp(series.values))
+
+
+def _rows(
+    columns: Mapping[str, str],
+    drawn_as: str,
+    values: xr.DataArray,
+    *,
+    seed: str = "",
+    low: xr.DataArray | None = None,
+    high: xr.DataArray | None = None,
+    num_runs: xr.DataArray | int = 1,
+) -> pd.DataFrame:
+    nothing = np.full(values.shape, np.nan)
+    return pd.DataFrame(
+        {
+            **{name: [text] * values.size for name, text in columns.items()},
+            "drawn_as": drawn_as,
+            "seed": seed,
+            "step": values["step"].values,
+            "value": values.values,
+            "low": nothing if low is None else low.values,
+            "high": nothing if high is None else high.values,
+            "num_runs": num_runs if isinstance(num_runs, int) else num_runs.values,
+        }
+    )

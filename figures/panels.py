@@ -1,0 +1,119 @@
+"""Panels, axis labels and the one legend of a figure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.typing import LineStyleType
+from numpy.typing import NDArray
+
+from gradscope.figures.style import REFERENCE_COLOUR, Look
+
+LEGEND_LINE = 0.17
+"""Inches that one line of the legend takes."""
+CHARACTERS_PER_INCH = 17
+"""Of the legend's text, at its size."""
+KEY_CHARACTERS = 7
+"""Room that an entry's line and gaps take."""
+TITLE_CHARACTERS_PER_INCH = 13
+LABEL_CHARACTERS = 22
+"""Of a y label in one line beside a panel."""
+
+
+def panel_grid(
+    num_rows: int, num_columns: int, *, width: float, row_height: float, legend_lines: int, **sharing: Any
+) -> tuple[Figure, NDArray[Any]]:
+    """Returns a figure of exactly `width` inches and its axes, `[num_rows, num_columns]`.
+
+    The height is a multiple of 0.01 inch, so that the PNG has a whole number of pixels.
+    """
+    height = round(num_rows * row_height + legend_lines * LEGEND_LINE, 2)
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, **sharing)
+
+
+def axis_label(attributes: Mapping[str, Any], fallback: str) -> str:
+    """Returns `long_name (units)` of a variable's attributes, capitalized; a pure number has no unit."""
+    name = str(attributes.get("long_name") or fallback)
+    units = str(attributes.get("units") or "1")
+    label = f"{name[:1].upper()}{name[1:]}" + ("" if units == "1" else f" ({units})")
+    return textwrap.fill(label, LABEL_CHARACTERS)
+
+
+def title_row(row: NDArray[Any], heading: str, subtitles: Sequence[str] = ()) -> None:
+    """Puts a heading over a row of panels, and a subtitle over each if there are any.
+
+    The first panel carries the heading; the others get as many empty lines, so that all panels align.
+    """
+    lines = textwrap.wrap(heading, int(_width(row[0]) * TITLE_CHARACTERS_PER_INCH))
+    for place, axes in enumerate(row):
+        own = lines if place == 0 else [""] * len(lines)
+        axes.set_title("\n".join([*own, *subtitles[place : place + 1]]))
+
+
+def panel_title(axes: Axes, title: str, *, num_columns: int) -> None:
+    """Puts a title over a panel, broken so that it does not run into the next one."""
+    width = _width(axes) * TITLE_CHARACTERS_PER_INCH / num_columns
+    axes.set_title(textwrap.fill(title, int(width)))
+
+
+def log_axis(axes: Axes) -> None:
+    """Makes the y axis logarithmic with plain numbers at 1, 2 and 5 of each decade."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def step_axis(axes: Axes, *, label: bool) -> None:
+    """Puts whole training steps on the x axis."""
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if label:
+        axes.set_xlabel("Training step")
+
+
+def legend_below(figure: Figure, handles: Sequence[Artist], note: str) -> None:
+    """Puts one legend under all panels, with a note on what lines, dots and bands are above its entries."""
+    width = figure.get_figwidth()
+    # A number stays with its per cent sign.
+    lines = textwrap.fill(note.replace(" %", "\u00a0%"), int(width * CHARACTERS_PER_INCH))
+    legend = figure.legend(
+        handles=list(handles),
+        loc="outside lower center",
+        ncols=_columns(handles, width),
+        title=lines,
+        alignment="center",
+    )
+    legend.get_title().set_multialignment("center")
+
+
+def role_handles(looks: Mapping[str, Look]) -> list[Artist]:
+    """Returns one legend entry a role."""
+    return [Line2D([], [], color=look.colour, marker=look.marker, label=role) for role, look in looks.items()]
+
+
+def reference_handle(label: str, dashes: LineStyleType) -> Artist:
+    """Returns the legend entry of a computed line."""
+    return Line2D([], [], color=REFERENCE_COLOUR, linestyle=dashes, linewidth=1.0, label=label)
+
+
+def _width(axes: Axes) -> float:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure.get_figwidth()
+
+
+def _columns(handles: Sequence[Artist], width: float) -> int:
+    """Returns how many entries fit side by side: all of them, or as many as the longest allows."""
+    lengths = [len(str(handle.get_label())) + KEY_CHARACTERS for handle in handles]
+    room = int(width * CHARACTERS_PER_INCH)
+    if sum(lengths) <= room:
+        return max(1, len(handles))
+    return max(1, room // max(lengths))
