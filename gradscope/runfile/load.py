@@ -31,18 +31,16 @@ class Journal:
     Attributes:
         name: File name.
         num_bytes: Size.
-        layouts: Layout identity to layout, as its headers say.
+        layouts: What its headers say, oldest first; empty when no header is whole.
         attributes: Root attributes of its last header.
-        newest: Layout of its last header; None when no header is whole.
         rows: Record number to payload.
         damages: Stretches that are no whole record.
     """
 
     name: str
     num_bytes: int
-    layouts: Mapping[int, Layout]
+    layouts: tuple[Layout, ...]
     attributes: Mapping[str, Any]
-    newest: Layout | None
     rows: Mapping[int, bytes]
     damages: tuple[frames.Damage, ...]
 
@@ -92,7 +90,7 @@ def load(path: str | Path) -> Loaded:
     paths = RunPaths.of(path)
     journals = tuple(_read_journals(paths))
     stored = read_file(paths.file) if paths.file.exists() else None
-    readable = [journal for journal in journals if journal.newest is not None]
+    readable = [journal for journal in journals if journal.layouts]
     if stored is None and not readable:
         raise RunFileError(_nothing_there(path, paths))
     base = stored or empty_content(journals)
@@ -106,7 +104,7 @@ def load(path: str | Path) -> Loaded:
 
 def empty_content(journals: Sequence[Journal]) -> Content:
     """Returns a run without rows, in the newest layout that the journals tell of."""
-    layouts = [journal.newest for journal in journals if journal.newest is not None]
+    layouts = [layout for journal in journals for layout in journal.layouts]
     if not layouts:
         raise RunFileError(f"{', '.join(journal.name for journal in journals)}: no header is readable.")
     return Content(layouts[-1], {})
@@ -114,15 +112,15 @@ def empty_content(journals: Sequence[Journal]) -> Content:
 
 def pending_rows(journals: Sequence[Journal], base: Content) -> Pending:
     """Returns what the journals hold beyond `base`, each record once, in the order of writing."""
-    layouts = {identity: layout for journal in journals for identity, layout in journal.layouts.items()}
-    layouts[base.layout.identity] = base.layout
+    layouts = [base.layout, *(layout for journal in journals for layout in journal.layouts)]
+    identities = {layout.identity for layout in layouts}
     done = int(base.attributes.get("journal_sequence", 0))
     payloads = {n: payload for journal in journals for n, payload in journal.rows.items() if n > done}
-    known = [n for n in sorted(payloads) if batch.layout_identity(payloads[n]) in layouts]
+    known = [n for n in sorted(payloads) if batch.layout_identity(payloads[n]) in identities]
     last = max(payloads, default=done)
     return Pending(
         [batch.decode(payloads[n]) for n in known],
-        max(layouts.values(), key=lambda layout: layout.extent),
+        max(layouts, key=lambda layout: layout.extent),
         last,
         last - done - len(known),
     )
@@ -183,18 +181,16 @@ def read_journal(path: Path) -> Journal:
     """
     data = path.read_bytes()
     found, damages = frames.scan(data)
-    layouts: dict[int, Layout] = {}
+    layouts: list[Layout] = []
     attributes: dict[str, Any] = {}
-    newest: Layout | None = None
     for frame in found:
         if frame.kind == frames.HEADER_KIND:
             header = json.loads(frame.payload)
             attributes = header["attributes"]
             _check_version(path, attributes)
-            newest = Layout.from_json(header["layout"])
-            layouts[newest.identity] = newest
+            layouts.append(Layout.from_json(header["layout"]))
     rows = {frame.sequence: frame.payload for frame in found if frame.kind == frames.ROWS_KIND}
-    return Journal(path.name, len(data), layouts, attributes, newest, rows, tuple(damages))
+    return Journal(path.name, len(data), tuple(layouts), attributes, rows, tuple(damages))
 
 
 def _read_journals(paths: RunPaths) -> list[Journal]:

@@ -52,13 +52,16 @@ class WriterLock:
             os.close(descriptor)  # its last holder deleted the file between our open and our lock
 
     def _refusal(self, holder: dict[str, object] | None) -> str:
-        who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
         run = self.path.with_suffix("")
-        return f"{run}: {who} is writing this run. One writer a run: end that one, or write to another path."
+        return f"{run}: {_name(holder)} is writing this run. End it first, or write elsewhere."
 
 
 def _myself() -> bytes:
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+
+
+def _name(holder: dict[str, object] | None) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
 
 
 def _holder(descriptor: int) -> dict[str, object] | None:
@@ -86,3 +89,18 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def writer_of(path: Path) -> str | None:
+    """Returns who holds a writer's lock, `process 12 on host`; None when nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _name(_holder(descriptor))
+    finally:
+        os.close(descriptor)
+    return None

@@ -106,7 +106,7 @@ def _write_labels(group: h5py.Group, layout: Layout) -> Scales:
     scales: Scales = {}
     for dim, values in layout.coordinates().items():
         is_text = isinstance(values[0], str)
-        dtype = h5py.string_dtype() if is_text else "i4"
+        dtype = h5py.string_dtype() if is_text else "i8"
         scales[dim] = group.create_dataset(dim, data=values, dtype=dtype)
         scales[dim].make_scale(dim)
         scales[dim].attrs.update({"long_name": dim_description(dim), "units": "" if is_text else "1"})
@@ -150,18 +150,17 @@ def _create(
     rest = layout.shape(variable)
     is_text = variable.dtype == "str"
     row_bytes = (16 if is_text else np.dtype(variable.dtype).itemsize) * int(np.prod(rest))
-    rows = min(_LONGEST_CHUNK, max(1, _CHUNK_BYTES // max(row_bytes, 1)))
-    options: dict[str, Any] = (
-        {} if is_text else {"compression": "gzip", "compression_opts": 4, "shuffle": True}
-    )
+    rows = _WIDE_CHUNK if is_text or row_bytes > _WIDE_ROW_BYTES else _CHUNK_BYTES // max(row_bytes, 1)
     dataset = group.create_dataset(
         variable.name,
         shape=(length, *rest),
         maxshape=(None, *rest),
-        chunks=(_WIDE_CHUNK if row_bytes > _WIDE_ROW_BYTES else rows, *rest),
+        chunks=(min(rows, _LONGEST_CHUNK), *rest),
         dtype=h5py.string_dtype() if is_text else variable.dtype,
         fillvalue=None if is_text else variable.fill,
-        **options,
+        compression="gzip",
+        compression_opts=4,
+        shuffle=True,
     )
     _describe(dataset, variable)
     if variable.name == dim:

@@ -85,7 +85,7 @@ class RunWriter:
             raise
         except OSError as error:
             raise RunFileError(
-                f"{self.paths.directory}: a run cannot be written there ({error}). Choose a folder that can be."
+                f"{self.paths.directory}: a run cannot be written there ({error}). Choose another folder."
             ) from error
 
     def append(
