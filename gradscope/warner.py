@@ -54,6 +54,11 @@ class Warner:
     (reference/logs_and_detectors.md 5.4). It means: gradient regime changed. It does not mean that a cliff
     will come: not every cliff is announced in gradients, and not every change of regime ends in one.
 
+    False alarms at the default threshold, in simulated runs of 600 steps in which nothing happens: none of
+    120 where steps are independent; where both values also wander slowly (autoregressive, 0.97 a step), 14 %
+    with a wander half as large as the step noise and 58 % with one as large. Watch that share before acting
+    on a warning.
+
     Attributes:
         num_observations: Usable observations so far.
         z_log_norm: Running average of the log norm's z; NaN until there is a reference.

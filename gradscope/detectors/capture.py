@@ -216,7 +216,7 @@ def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
 
 
 def _expected_share(run: xr.DataTree, series: PolicySeries, capture: Capture) -> float:
-    """Returns the captor's energy share in the first window if roles differed in their counts of rows only."""
+    """Returns the captor's energy share in the first window if roles differed in numbers of rows only."""
     windows = windows_for(series.steps.size)
     if capture.role is None or windows is None or "num_rows" not in table(run, "updates"):
         return float("nan")
@@ -227,11 +227,11 @@ def _expected_share(run: xr.DataTree, series: PolicySeries, capture: Capture) ->
 def _imbalance(base: float, expected: float) -> str:
     """Returns a caution where a role was heavy from the start: what happened earlier cannot be seen."""
     shares = logit(np.array([base, expected]))
-    if not shares[0] - shares[1] > SHARE_UNIT:
+    if not shares[0] - shares[1] > 2.0 * SHARE_UNIT:
         return ""
     return (
-        f" It was imbalanced from the start: its rows alone would give it {percent(expected)}. A capture before "
-        "the first fifth would look like this."
+        f" It was imbalanced from the start: its rows alone would give it {percent(expected)}. A capture "
+        "before the first fifth would look like this."
     )
 
 

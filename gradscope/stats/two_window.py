@@ -46,7 +46,8 @@ def strongest_fall(correct: Array, total: Array, *, margin: float) -> Fall:
 
     For a width w and a break c, z compares the w evaluations before c with the w from c on, and with the last
     w; the smaller z counts, so a recovery before the end counts against it. The score is the largest over all
-    widths and breaks (reference/logs_and_detectors.md 5.1).
+    widths and breaks (reference/logs_and_detectors.md 5.1) from 40 % of the series on; there, a break that
+    falls short of an earlier one inside its own window only echoes that one and does not count.
 
     Args:
         correct: `[..., T]`, T at least 9.
@@ -63,7 +64,7 @@ def strongest_fall(correct: Array, total: Array, *, margin: float) -> Fall:
         np.zeros(correct.shape[:-1], dtype=np.intp),
     )
     for width in widths_for(length):
-        breaks = np.arange(max(width, int(np.ceil(EARLIEST * length))), length)
+        breaks = np.arange(width, length)
         before = (breaks - width, breaks)
         beside = (breaks, np.minimum(length, breaks + width))
         ending = (np.maximum(breaks, length - width), np.full_like(breaks, length))
@@ -71,12 +72,14 @@ def strongest_fall(correct: Array, total: Array, *, margin: float) -> Fall:
             _fall_z(right, asked, before, beside, scatter, margin),
             _fall_z(right, asked, before, ending, scatter, margin),
         )
+        late = max(width, int(np.ceil(EARLIEST * length))) - width
+        score = _without_echoes(score, late, width)
         place = np.argmax(score, axis=-1)
         top = np.take_along_axis(score, place[..., None], axis=-1)[..., 0]
         better = top > best.score
         best = Fall(
             np.where(better, top, best.score),
-            np.where(better, breaks[place], best.index),
+            np.where(better, breaks[late + place], best.index),
             np.where(better, width, best.width),
         )
     return best
@@ -117,6 +120,25 @@ def _running_sum(counts: Array) -> Array:
     """Returns sums of the first 0, 1, ..., T entries of the last axis, `[..., T + 1]`."""
     padding = [(0, 0)] * (counts.ndim - 1) + [(1, 0)]
     return np.pad(np.cumsum(counts, axis=-1), padding)
+
+
+def _without_echoes(score: Array, late: int, width: int) -> Array:
+    """Returns the scores of the breaks from position `late` on; -inf where one shortly before is larger.
+
+    Args:
+        score: `[..., C]` of all breaks in order.
+        late: Position of the first break that counts.
+        width: How far back a break's own window reaches, in positions.
+    """
+    if not late:
+        return score
+    # Largest score among the early breaks from each position on: what a window that starts there overlaps.
+    reach = np.maximum.accumulate(score[..., late - 1 :: -1], axis=-1)[..., ::-1]
+    starts = np.arange(score.shape[-1] - late) + late - width
+    overlaps = starts < late
+    earlier = np.where(overlaps, reach[..., np.clip(starts, 0, late - 1)], -np.inf)
+    kept = score[..., late:]
+    return np.where(kept >= earlier, kept, -np.inf)
 
 
 def _fall_z(

@@ -55,7 +55,8 @@ def onset(series: Array, *, base: float, final: float) -> int | None:
     """Returns the row at which a series left its base level for its final one.
 
     A least-squares step lands in the middle of a ramp, so from there the onset goes back to where the running
-    mean of nine steps was last near the base level (within a fifth of the whole change).
+    mean of nine steps was last near the base level (within a fifth of the whole change). It does so only if a
+    ramp from there describes the series better than the step.
 
     Args:
         series: `[T]`, NaN where there is no value.
@@ -73,7 +74,12 @@ def onset(series: Array, *, base: float, final: float) -> int | None:
     smooth = _running_mean(values)
     near = np.abs(smooth - base) <= NEAR_BASE * abs(final - base)
     before = np.flatnonzero(near[: split + 1])
-    return int(rows[min(int(before[-1]) + 1, split) if before.size else split])
+    foot = min(int(before[-1]) + 1, split) if before.size else split
+    time = np.arange(values.size)
+    step = np.where(time < split, 0.0, 1.0)
+    ramp = np.clip((time - foot + 1) / (2 * (split - foot) + 1), 0.0, 1.0)
+    misfit = [float(((values - base - (final - base) * shape) ** 2).sum()) for shape in (step, ramp)]
+    return int(rows[foot if misfit[1] < misfit[0] else split])
 
 
 def _centre(part: Array, statistic: Callable[[Array], np.floating]) -> Array:

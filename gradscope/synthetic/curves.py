@@ -81,7 +81,7 @@ def _fall(kind: str, length: int, top: float, generator: np.random.Generator) ->
         ), onset
     if kind == "partial":
         depth = generator.uniform(0.05, 0.1)
-    loss = min(depth, top - 0.05) * (since > 0)
+    loss: Array = min(depth, top - 0.05) * (since > 0).astype(np.float64)
     if kind == "partial_recovery":
         loss = loss * (1.0 - generator.uniform(0.2, 0.5) * np.minimum(1.0, since / (length - onset)))
     return loss, onset
