@@ -1,0 +1,157 @@
+"""Runs of one workflow side by side, in sentences: what rose, what differs, what one seed hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import xarray as xr
+
+from gradscope.derive import policies, role_norms, role_shares
+from gradscope.derive.proportions import difference_interval
+from gradscope.errors import RunFileError
+
+Count = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The first and the last evaluation of one kind; each (correct, total)."""
+
+    first: Count
+    last: Count
+
+    @property
+    def gain(self) -> float:
+        """Rise of the accuracy."""
+        return self.last[0] / self.last[1] - self.first[0] / self.first[1]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the rise."""
+        return difference_interval(self.first, self.last)
+
+
+def progress(run: xr.DataTree, *, greedy: bool) -> Progress | None:
+    """Returns the first and last evaluation, sampled or greedy; None with fewer than two."""
+    if "eval" not in run.children:
+        return None
+    evaluations = run["eval"].to_dataset()
+    chosen = evaluations.isel(evaluation=evaluations["greedy"].values == float(greedy)).sortby("step")
+    if chosen.sizes["evaluation"] < 2:
+        return None
+    counts = [
+        (float(chosen["num_correct"].values[position]), float(chosen["num_total"].values[position]))
+        for position in (0, -1)
+    ]
+    return Progress(*counts)
+
+
+def contrast(runs: Mapping[str, xr.DataTree]) -> list[str]:
+    """Returns sentences that compare runs, given by the names that the sentences use.
+
+    Raises:
+        RunFileError: A run has fewer than two sampled evaluations.
+    """
+    return [*_rises(runs), *_differences(runs), *_gradients(runs), *_caveats(runs)]
+
+
+def _rises(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
+    for name, run in runs.items():
+        sampled, greedy = _sampled(name, run), progress(run, greedy=True)
+        text = (
+            f"{name}: sampled held-out accuracy went from {_share(sampled.first)} to {_share(sampled.last)} "
+            f"({_signed(sampled)}, n = {sampled.last[1]:.0f})"
+        )
+        if greedy is not None:
+            text += (
+                f", greedy accuracy from {_share(greedy.first)} to {_share(greedy.last)} ({_signed(greedy)})"
+            )
+            text += f". {_skill(sampled, greedy)}"
+        yield text if text.endswith(".") else f"{text}."
+
+
+def _skill(sampled: Progress, greedy: Progress) -> str:
+    if sampled.interval[0] <= 0:
+        return "The sampled rise is within the noise of the evaluation."
+    if greedy.interval[0] <= 0:
+        return (
+            "So the samples moved towards what the model already answered when it took its most probable "
+            "tokens: sharpening, not a new skill."
+        )
+    return "Greedy answers rose too, so part of the rise is more than sharper sampling."
+
+
+def _differences(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
+    for (name_a, a), (name_b, b) in combinations(runs.items(), 2):
+        last = Progress(_sampled(name_a, a).last, _sampled(name_b, b).last)
+        low, high = last.interval
+        verdict = "these two runs differ" if low > 0 or high < 0 else "no difference can be told"
+        yield (
+            f"Last sampled accuracy, {name_b} minus {name_a}: {last.gain:+.3f} "
+            f"(95 % {low:+.3f} to {high:+.3f}): {verdict}."
+        )
+
+
+def _gradients(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
+    for name, run in runs.items():
+        for policy in policies(run):
+            try:
+                norms, shares = role_norms(run, policy), role_shares(run, policy)
+            except RunFileError:
+                yield f"{name}: the log holds no gradients."
+                break
+            roles = [str(role) for role in norms["role"].values]
+            # A step without signal has a gradient of exactly zero, which says nothing about the roles.
+            signal = norms.where(norms > 0)
+            sizes = ", ".join(f"{role} {_median(signal.sel(role=role)):.3g}" for role in roles)
+            num_steps = int((signal > 0).any("role").sum())
+            text = (
+                f"{name}, policy '{policy}': median gradient norm over {num_steps} steps with signal: {sizes}"
+            )
+            if len(roles) > 1:
+                energy = ", ".join(
+                    f"{role} {_median(shares['energy'].sel(role=role)):.0%}"
+                    f" (by rows alone {_median(shares['expected_energy'].sel(role=role)):.0%})"
+                    for role in roles
+                )
+                text += f"; energy share: {energy}"
+            else:
+                text += "; it has no share, since no other role uses these parameters"
+            yield f"{text}."
+
+
+def _caveats(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
+    yield (
+        f"Each of the {len(runs)} runs is one seed. Two runs of one cell that differ only by their seed "
+        "can be as far apart as these, so nothing here says that one policy is better; ten seeds would."
+    )
+    yield (
+        "The intervals cover the held-out problems that were drawn, not the seed. Shares and norms say which "
+        "gradients were large, not which of them made the accuracy move."
+    )
+
+
+def _sampled(name: str, run: xr.DataTree) -> Progress:
+    found = progress(run, greedy=False)
+    if found is None:
+        raise RunFileError(
+            f"{name}: fewer than two sampled evaluations, so no rise can be told. Set evaluate.every=10."
+        )
+    return found
+
+
+def _median(values: xr.DataArray) -> float:
+    present = values.values[~np.isnan(values.values)]
+    return float(np.median(present)) if present.size else float("nan")
+
+
+def _share(count: Count) -> str:
+    return f"{count[0] / count[1]:.3f}"
+
+
+def _signed(found: Progress) -> str:
+    low, high = found.interval
+    return f"{found.gain:+.3f}, 95 % {low:+.3f} to {high:+.3f}"

@@ -1,0 +1,87 @@
+"""Runs side by side: the numbers in the sentences are those of the runs, and one seed stays one seed."""
+
+import numpy as np
+import pytest
+
+from gradscope.derive.proportions import difference_interval, wilson_interval
+from gradscope.errors import RunFileError
+from gradscope.report.contrast import contrast, progress
+from gradscope.runfile import RunWriter, UpdateRecord, open_run
+
+SLOTS = {"generator/0": "generator", "generator/1": "generator", "aggregator/0": "aggregator"}
+
+
+def write(path, *, sampled, greedy, gram=None, policies=None):
+    policies = policies or {"generator": "shared", "aggregator": "shared"}
+    with RunWriter(path, slots=SLOTS, policies=policies) as writer:
+        for step in range(1, 4):
+            record = None
+            if gram is not None:
+                counts = {"num_rows": np.full(3, 8.0), "num_signal_rows": np.full(3, 8.0)}
+                record = UpdateRecord("shared", tuple(SLOTS), np.asarray(gram, dtype=float) * step, counts)
+            writer.append(step, record, metrics={"loss": 0.1})
+        for step, correct in sampled:
+            writer.append_evaluation(
+                step, num_correct=correct, num_total=300, dataset="held_out", temperature=0.7
+            )
+        for step, correct in greedy:
+            writer.append_evaluation(
+                step, num_correct=correct, num_total=300, dataset="held_out", greedy=True
+            )
+    return open_run(path)
+
+
+def test_wilson_and_newcombe_give_published_values():
+    # Newcombe 1998 part I, table I: 81 of 263 and 15 of 148; part II, table II: 56/70 against 48/80.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert difference_interval((48, 80), (56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    low, high = wilson_interval(0, 10)
+    assert low == 0
+    assert high == pytest.approx(0.2775, abs=5e-5)
+
+
+def test_sharpening_is_told_from_new_answers(tmp_path):
+    sharp = write(tmp_path / "a", sampled=[(0, 150), (3, 230)], greedy=[(0, 232), (3, 233)])
+    skill = write(tmp_path / "b", sampled=[(0, 150), (3, 230)], greedy=[(0, 160), (3, 233)])
+    noise = write(tmp_path / "c", sampled=[(0, 150), (3, 155)], greedy=[(0, 160), (3, 161)])
+    texts = contrast({"a": sharp, "b": skill, "c": noise})
+    assert "from 0.500 to 0.767 (+0.267" in texts[0]
+    assert "sharpening, not a new skill" in texts[0]
+    assert "more than sharper sampling" in texts[1]
+    assert "within the noise" in texts[2]
+
+
+def test_differences_say_what_can_be_told(tmp_path):
+    low = write(tmp_path / "low", sampled=[(0, 100), (3, 120)], greedy=[])
+    high = write(tmp_path / "high", sampled=[(0, 100), (3, 240)], greedy=[])
+    near = write(tmp_path / "near", sampled=[(0, 100), (3, 125)], greedy=[])
+    text = " ".join(contrast({"low": low, "high": high, "near": near}))
+    assert "high minus low: +0.400" in text
+    assert "these two runs differ" in text
+    assert "near minus low: +0.017" in text
+    assert "no difference can be told" in text
+    assert "is one seed" in text
+
+
+def test_shares_are_those_of_the_role_gram(tmp_path):
+    gram = [[4.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 3.0]]
+    run = write(tmp_path / "run", sampled=[(0, 100), (3, 120)], greedy=[], gram=gram)
+    text = next(line for line in contrast({"run": run}) if "policy 'shared'" in line)
+    assert "generator 75% (by rows alone 67%)" in text
+    assert "aggregator 25% (by rows alone 33%)" in text
+    assert f"generator {np.sqrt(18):.3g}" in text
+    assert "3 steps with signal" in text
+
+
+def test_evaluations_are_taken_by_step_not_by_place(tmp_path):
+    run = write(tmp_path / "run", sampled=[(0, 100), (3, 120)], greedy=[])
+    found = progress(run, greedy=False)
+    assert (found.first, found.last) == ((100, 300), (120, 300))
+    assert progress(run, greedy=True) is None
+
+
+def test_a_run_without_evaluations_is_refused_in_one_line(tmp_path):
+    run = write(tmp_path / "run", sampled=[(0, 100)], greedy=[])
+    with pytest.raises(RunFileError, match="run: fewer than two sampled evaluations"):
+        contrast({"run": run})
