@@ -63,7 +63,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, str) or value is None:
         return None
     try:
-        return float(value)
+        return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         return None
 

@@ -6,8 +6,8 @@ their compaction do no harm, since the file says up to which record it is comple
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,14 @@ def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any]) -> i
     base = empty_content(journals) if is_first else read_head(paths.file)
     rows = pending_rows(journals, base)
     attributes = {**attributes, "journal_sequence": rows.last_sequence}
-    try:
-        if is_first or rows.layout.identity != base.layout.identity:
-            whole = base if is_first else read_file(paths.file)
-            store.write(paths.temporary, whole.with_rows(rows.batches, rows.layout, attributes))
-        else:
-            shutil.copyfile(paths.file, paths.temporary)
-            store.grow(paths.temporary, join(rows.batches, rows.layout), rows.layout, attributes)
-        publish(paths)
-    except BaseException:
-        paths.temporary.unlink(missing_ok=True)
-        raise
+    name = str(paths.temporary)
+    if is_first or rows.layout.identity != base.layout.identity:
+        whole = base if is_first else read_file(paths.file)
+        data = store.image(whole.with_rows(rows.batches, rows.layout, attributes), name=name)
+    else:
+        before_bytes = paths.file.read_bytes()
+        data = store.grown(before_bytes, join(rows.batches, rows.layout), rows.layout, attributes, name=name)
+    publish(paths, data)
     delete(closed.values())
     return rows.num_missing
 
@@ -62,23 +59,25 @@ def replace(paths: RunPaths, content: Content) -> None:
         OSError: As for `compact`.
     """
     journals = list(paths.journals().values())
-    try:
-        store.write(paths.temporary, content)
-        publish(paths)
-    except BaseException:
-        paths.temporary.unlink(missing_ok=True)
-        raise
+    publish(paths, store.image(content, name=str(paths.temporary)))
     delete(journals)
 
 
-def publish(paths: RunPaths) -> None:
-    """Makes the finished temporary file the run file, safely on disk."""
-    descriptor = os.open(paths.temporary, os.O_RDONLY)
+def publish(paths: RunPaths, data: bytes) -> None:
+    """Makes `data` the run file, safely on disk.
+
+    Raises:
+        OSError: The disk is full, say; the run file is as before.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(paths.temporary, paths.file)
+        with open(paths.temporary, "wb", buffering=0) as file:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, "no room for the run file", str(paths.temporary))
+            os.fsync(file.fileno())
+        os.replace(paths.temporary, paths.file)
+    except BaseException:
+        paths.temporary.unlink(missing_ok=True)
+        raise
     sync_directory(paths)
 
 

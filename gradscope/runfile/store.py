@@ -1,4 +1,4 @@
-"""The HDF5 side of the run file: writing one whole, growing a copy of one, reading one back.
+"""The HDF5 side of the run file: making one whole, growing one, reading one back.
 
 Every axis has a dimension scale, so any netCDF4 reader opens the file.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -28,27 +27,43 @@ _WIDE_CHUNK = 64
 Scales = dict[str, h5py.Dataset]
 
 
-def write(path: Path, content: Content) -> None:
-    """Writes the whole run into a new file at `path`, not yet synced to the disk."""
-    with h5py.File(path, "w") as file:
+def image(content: Content, *, name: str) -> bytes:
+    """Returns the whole run as the bytes of a file.
+
+    HDF5 works in memory only: a disk that fills up while it writes has been seen to end the process.
+
+    Args:
+        content: The run.
+        name: Any name that no other image being made at the same time has.
+    """
+    with h5py.File(name, "w", driver="core", backing_store=False) as file:
         _write_attributes(file, content.attributes)
         scales = _write_labels(file, content.layout)
         _append_tables(file, content.tables, content.layout, scales)
-        for name, group in content.superseded.items():
+        for segment, group in content.superseded.items():
             # Scales of its own: the list of users that HDF5 keeps with each scale has a fixed limit.
-            node = file.require_group(SUPERSEDED).create_group(name)
+            node = file.require_group(SUPERSEDED).create_group(segment)
             _write_attributes(node, group.attributes)
             _append_tables(node, group.tables, content.layout, _write_labels(node, content.layout))
-        _write_spans(file)
+        return _finished(file)
 
 
-def grow(path: Path, batch: Batch, layout: Layout, attributes: Mapping[str, Any]) -> None:
-    """Appends rows to a file that has exactly this layout. Only ever called on a private copy."""
-    with h5py.File(path, "r+") as file:
+def grown(before: bytes, batch: Batch, layout: Layout, attributes: Mapping[str, Any], *, name: str) -> bytes:
+    """Returns the bytes of a file that has exactly this layout with rows appended; otherwise as `image`."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fapl_core(max(_CHUNK_BYTES, len(before) // 4), backing_store=False)
+    access.set_file_image(before)
+    with h5py.File(h5py.h5f.open(name.encode(), h5py.h5f.ACC_RDWR, access)) as file:
         _write_attributes(file, attributes)
         scales = {dim: file[dim] for dim in layout.coordinates()}
         _append_tables(file, batch, layout, scales)
-        _write_spans(file)
+        return _finished(file)
+
+
+def _finished(file: h5py.File) -> bytes:
+    _write_spans(file)
+    file.flush()
+    return file.id.get_file_image()
 
 
 def read_tables(file: h5py.Group, layout: Layout) -> Batch:
