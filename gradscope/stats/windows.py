@@ -18,6 +18,8 @@ FEWEST_VALID = 5
 """Steps with a value that a window needs; with fewer it says nothing."""
 SMOOTHING = 9
 """Steps in the running mean that places an onset."""
+NUM_FEET = 50
+"""Ramps that are tried to place an onset."""
 NEAR_BASE = 0.2
 """Part of the whole change within which a series still counts as at its first level."""
 
@@ -54,9 +56,9 @@ def windows_for(num_steps: int) -> Windows | None:
 def onset(series: Array, *, base: float, final: float) -> int | None:
     """Returns the row at which a series left its base level for its final one.
 
-    A least-squares step lands in the middle of a ramp, so from there the onset goes back to where the running
-    mean of nine steps was last near the base level (within a fifth of the whole change). It does so only if a
-    ramp from there describes the series better than the step.
+    A least-squares step lands in the middle of a ramp. So the onset is the foot of the ramp around that
+    middle which fits best, of no width at all for a sudden change; it lies no further back than where the
+    running mean of nine steps was last near the base level (within a fifth of the whole change).
 
     Args:
         series: `[T]`, NaN where there is no value.
@@ -74,12 +76,12 @@ def onset(series: Array, *, base: float, final: float) -> int | None:
     smooth = _running_mean(values)
     near = np.abs(smooth - base) <= NEAR_BASE * abs(final - base)
     before = np.flatnonzero(near[: split + 1])
-    foot = min(int(before[-1]) + 1, split) if before.size else split
+    furthest = min(int(before[-1]) + 1, split) if before.size else split
+    feet = np.unique(np.linspace(furthest, split, NUM_FEET).astype(int))
     time = np.arange(values.size)
-    step = np.where(time < split, 0.0, 1.0)
-    ramp = np.clip((time - foot + 1) / (2 * (split - foot) + 1), 0.0, 1.0)
-    misfit = [float(((values - base - (final - base) * shape) ** 2).sum()) for shape in (step, ramp)]
-    return int(rows[foot if misfit[1] < misfit[0] else split])
+    ramps = [np.clip((time - foot + 1) / (2 * (split - foot) + 1), 0.0, 1.0) for foot in feet]
+    misfits = [float(((values - base - (final - base) * ramp) ** 2).sum()) for ramp in ramps]
+    return int(rows[feet[int(np.argmin(misfits))]])
 
 
 def _centre(part: Array, statistic: Callable[[Array], np.floating]) -> Array:
