@@ -87,21 +87,24 @@ class Updater:
         """
         self.policies.activate(policy)
         algorithm = self.config.algorithm
-        weights = token_weights(
+        weights_N = token_weights(
             [len(sample.row.completion_ids) for sample in samples],
             algorithm.aggregation,
             fixed_length=self.config.rollout.max_new_tokens,
         )
+        weights: list[float] = weights_N.tolist()
         quiet = [i for i, sample in enumerate(samples) if sample.advantage == 0]
         if quiet:
-            with self.probe.rows([samples[i] for i in quiet], weights[quiet]):
+            with self.probe.rows([samples[i] for i in quiet], [weights[i] for i in quiet]):
                 pass
         signal = [i for i, sample in enumerate(samples) if sample.advantage != 0]
         chosen = [samples[i] for i in signal]
         loss, tokens = 0.0, {}
         for places in split_rows(chosen, self.slots, max_tokens=self.config.train.micro_batch_tokens):
             rows = [chosen[i] for i in places]
-            part, sums = self._accumulate(rows, weights[signal][places], on_policy=minibatch == 0)
+            part, sums = self._accumulate(
+                rows, [weights[signal[i]] for i in places], on_policy=minibatch == 0
+            )
             loss += part
             tokens.update(sums)
         record = self.probe.step(self.policies.optimizers[policy])

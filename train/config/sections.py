@@ -69,9 +69,9 @@ class PolicySection(Section):
 
     routing: Literal["shared", "isolated"] | dict[str, str] = "isolated"
     """`shared` (one adapter), `isolated` (one a role), or a map from role or slot to the adapter's name."""
-    rank: int = Field(8, ge=1)
+    rank: int = Field(default=8, ge=1)
     """Rank of the adapters."""
-    alpha: float = Field(16.0, gt=0)
+    alpha: float = Field(default=16.0, gt=0)
     """Scale of the adapters' output, as alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter: `all-linear` or a list of name endings."""
@@ -80,17 +80,17 @@ class PolicySection(Section):
 class RolloutSection(Section):
     """How episodes are sampled."""
 
-    num_problems: int = Field(6, ge=1)
+    num_problems: int = Field(default=6, ge=1)
     """Problems in a training step."""
     group_size: int = 8
     """Episodes played on each problem; advantages compare these, so at least 2."""
-    temperature: float = Field(0.7, gt=0)
+    temperature: float = Field(default=0.7, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number."""
-    max_new_tokens: int = Field(12, ge=1)
+    max_new_tokens: int = Field(default=12, ge=1)
     """Longest reply, its end token included; a longer one is cut and counted as truncated."""
-    max_prompt_tokens: int = Field(256, ge=1)
+    max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt; an episode that needs a longer one is dropped from the step and counted."""
-    max_batch_rows: int = Field(512, ge=1)
+    max_batch_rows: int = Field(default=512, ge=1)
     """Rows decoded side by side; lower it when memory runs out. Samples do not depend on it."""
 
 
@@ -107,64 +107,64 @@ class AlgorithmSection(Section):
     """What the difference is divided by: the group's deviation, the whole batch's, or nothing."""
     ddof: Literal[0, 1] = 1
     """Degrees of freedom taken off in the deviation."""
-    eps: float = Field(1e-6, ge=0)
+    eps: float = Field(default=1e-6, ge=0)
     """Added to the deviation."""
     singleton: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one: 0, or reward / (1 + eps) as the reference study has it."""
-    clip_low: float = Field(0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0)
     """Lower clipping range of the probability ratio."""
-    clip_high: float = Field(0.28, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
     """Upper clipping range of the probability ratio."""
     aggregation: Literal["sequence_mean_token_mean", "token_mean", "fixed_length", "sequence_sum"] = (
         "sequence_mean_token_mean"
     )
     """How token losses become one number; `fixed_length` divides by rollout.max_new_tokens."""
-    num_minibatches: int = Field(1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps a policy takes on one rollout; problems are split evenly among them."""
 
 
 class OptimSection(Section):
     """AdamW, one optimizer a policy, and the learning-rate schedule."""
 
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows the warm-up; `cosine` falls to 0 at the last step."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Training steps over which the rate rises linearly to its peak."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
-    beta2: float = Field(0.999, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """A policy's gradient is scaled down to this norm."""
 
 
 class TrainSection(Section):
     """Length, seed and resources of a run."""
 
-    steps: int = Field(40, ge=0)
+    steps: int = Field(default=40, ge=0)
     """Training steps; a resumed run may extend them."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of problems, sampling and adapters; the embedded base model is the same for all seeds."""
-    threads: int = Field(1, ge=0)
+    threads: int = Field(default=1, ge=0)
     """CPU threads of torch, 0 for its own choice; small models are fastest on one."""
-    micro_batch_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: int = Field(default=16384, ge=1)
     """Padded tokens in one forward and backward pass; lower it when memory runs out."""
-    checkpoint_every: int = Field(50, ge=0)
+    checkpoint_every: int = Field(default=50, ge=0)
     """Steps between checkpoints, 0 for only the last; the last step always has one."""
 
 
 class EvaluateSection(Section):
     """Evaluation on held-out problems during training."""
 
-    every: int = Field(10, ge=0)
+    every: int = Field(default=10, ge=0)
     """Steps between evaluations, 0 for none during training."""
-    num_problems: int = Field(100, ge=1)
+    num_problems: int = Field(default=100, ge=1)
     """Held-out problems, the same ones every time; a task with fewer gives all it has."""
     at_start: bool = True
     """Whether the untrained policies are evaluated as step 0."""
@@ -186,20 +186,20 @@ class ProbesSection(Section):
 class RunSection(Section):
     """What a run directory keeps."""
 
-    episodes_every: int = Field(10, ge=0)
+    episodes_every: int = Field(default=10, ge=0)
     """Steps between records of what was said (`episodes/`), 0 for none."""
-    episodes_per_step: int = Field(8, ge=1)
+    episodes_per_step: int = Field(default=8, ge=1)
     """Episodes recorded at such a step, spread over its problems."""
-    episodes_max_megabytes: float = Field(20.0, gt=0)
+    episodes_max_megabytes: float = Field(default=20.0, gt=0)
     """When `episodes/` holds this much, nothing more is recorded there."""
-    keep_checkpoints: int = Field(3, ge=1)
+    keep_checkpoints: int = Field(default=3, ge=1)
     """Latest checkpoints that are kept, beside the best one."""
 
 
 class TrackingSection(Section):
     """How a run is followed while it goes on."""
 
-    print_every: int = Field(10, ge=1)
+    print_every: int = Field(default=10, ge=1)
     """Steps between printed lines where no terminal shows the progress."""
 
 

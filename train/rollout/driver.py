@@ -155,9 +155,7 @@ def _fits(live: _Live, chat: Chat, max_prompt_tokens: int) -> bool:
     for call in live.pending:
         length = len(chat.encode(call.messages))
         if length > max_prompt_tokens:
-            live.dropped = (
-                f"{call.slot}: prompt of {length} tokens, rollout.max_prompt_tokens={max_prompt_tokens}"
-            )
+            live.dropped = f"{call.slot} has a prompt of {length} tokens, allowed are {max_prompt_tokens}"
             live.pending = []
             live.play.close()
             return False

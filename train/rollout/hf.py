@@ -207,11 +207,12 @@ class _Record:
             for values in (self.ids, self.logprobs, self.entropy)
         )
         ended = np.isin(ids, end_ids)
-        truncated = ~ended.any(-1)
-        lengths = np.where(truncated, self.num_steps, ended.argmax(-1) + 1)
+        lengths = np.where(ended.any(-1), ended.argmax(-1) + 1, self.num_steps)
         return [
-            Completion(tuple(row_ids[:n].tolist()), row_logprobs[:n], row_entropy[:n], bool(cut))
-            for row_ids, row_logprobs, row_entropy, n, cut in zip(
-                ids, logprobs, entropy, lengths, truncated, strict=True
+            Completion(
+                tuple(row_ids[:n].tolist()), row_logprobs[:n], row_entropy[:n], truncated=not row_ended.any()
+            )
+            for row_ids, row_logprobs, row_entropy, n, row_ended in zip(
+                ids, logprobs, entropy, lengths, ended, strict=True
             )
         ]

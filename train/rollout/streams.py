@@ -39,4 +39,4 @@ class Stream:
     @cached_property
     def _key(self) -> NDArray[np.uint64]:
         words = [self.seed, DOMAINS.index(self.domain), self.step]
-        return np.random.SeedSequence(words).generate_state(2, np.uint64)
+        return np.random.SeedSequence(words).generate_state(2, np.uint64).astype(np.uint64)
