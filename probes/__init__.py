@@ -6,14 +6,15 @@
     loss.backward()
     record = scope.step(optimizer)  # before clipping and optimizer.step()
 
-What is measured is the gradient of each slot's share of the loss, exactly as it is weighted in that loss. It is
-exact if and only if slot k's loss depends on slot k's rows only and no row carries two slots: no attention from
-one slot's rows to another's, no normalisation or penalty across rows. The self-check of `step` cannot see a
-violation, since the rows still add up; `Scope.verify` can.
+What is measured is the gradient of each slot's share of the loss, exactly as it is weighted in that loss. It
+is exact if and only if slot k's loss depends on slot k's rows only and no row carries two slots: no attention
+from one slot's rows to another's, no normalisation or penalty across rows. The self-check of `step` cannot
+see a violation, since the rows still add up; `Scope.verify` can.
 """
 
 from gradscope.errors import ProbeError
-from gradscope.probes.scope import Scope, attach
+from gradscope.probes.attaching import attach
+from gradscope.probes.scope import Scope
 from gradscope.probes.verify import Verification
 
 __all__ = ["ProbeError", "Scope", "Verification", "attach"]

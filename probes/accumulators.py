@@ -64,9 +64,10 @@ class Summary:
 
 
 class SlotAccumulators:
-    """Sums `[K, *shape]` of every covered parameter of one policy; float64 where the parameter is, else float32.
+    """Sums `[K, *shape]` of every covered parameter of one policy.
 
-    Memory is taken when the first gradient arrives and kept from update to update.
+    They are float64 where the parameter is, float32 otherwise. Memory is taken when the first gradient
+    arrives and kept from update to update.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -110,7 +111,7 @@ class SlotAccumulators:
         self._seen.clear()
 
     def summarise(self) -> Summary:
-        """Returns the Gram matrix of the slot gradients, and how their sum compares with autograd's gradient."""
+        """Returns the Gram matrix, and how the sum over slots compares with autograd's gradient."""
         self._allocate()
         num_slots = len(self.policy.slots)
         gram, gap_square, covered_square = np.zeros((num_slots, num_slots)), 0.0, 0.0
@@ -138,7 +139,7 @@ class SlotAccumulators:
         ]
 
     def largest_gaps(self, number: int) -> list[tuple[str, float]]:
-        """Returns the covered parameters whose sums differ most from autograd's gradient, with the norm of it."""
+        """Returns the covered parameters whose sums differ most from autograd's gradient, and by how much."""
         gaps = []
         for name, parameter in self.policy.covered.items():
             total = self._slots[id(parameter)].sum(0)

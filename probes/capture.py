@@ -1,8 +1,9 @@
-"""Taps on modules: an identity in the autograd graph that computes slot gradients when the backward passes by.
+"""Taps on modules: an identity in the graph that computes slot gradients when the backward passes by.
 
-Autograd keeps computing its own weight gradient, so `.grad` is bitwise what it is without taps. The input is kept
-by `save_for_backward`, never by a closure, so that activation checkpointing and offloading keep working; a tap is
-placed whether or not rows are announced, so that a recomputed forward saves as many tensors as the first.
+Autograd keeps computing its own weight gradient, so `.grad` is bitwise what it is without taps. The input is
+kept by `save_for_backward`, never by a closure, so that activation checkpointing and offloading keep working;
+a tap is placed whether or not rows are announced, so that a recomputed forward saves as many tensors as the
+first.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from gradscope.probes.rows import RowBatch
 from gradscope.probes.targets import Target
 
 REENTRANT = (
-    "{name}: its forward ran inside a backward pass, so the rows it belongs to are unknown (reentrant activation "
-    "checkpointing). Use use_reentrant=False, or call gradient_checkpointing_enable() before attach()."
+    "{name}: its forward ran inside a backward pass, so the rows it belongs to are unknown (reentrant "
+    "activation checkpointing). Use use_reentrant=False, or call gradient_checkpointing_enable() before "
+    "attach()."
 )
 
 
@@ -66,6 +68,8 @@ class Tap:
         if self.target.kind == "linear" and x.dtype != output.dtype:
             x = x.to(output.dtype)  # what autograd multiplies under autocast
         batch = self.collector.recomputed or self.collector.batch
+        if batch is not None:
+            batch.tapped = True
         rows_unknown = self.collector.recomputed is None and torch._C._current_graph_task_id() != -1
         return _Identity.apply(output, x, self, batch, wanted, rows_unknown)
 
@@ -75,7 +79,7 @@ class Tap:
         wanted: Mapping[str, nn.Parameter],
         x: torch.Tensor,
         dy: torch.Tensor,
-        rows_unknown: bool,  # noqa: FBT001
+        rows_unknown: bool,
     ) -> None:
         """Adds the slot gradients of one call of the module; never raises."""
         if self.collector.failure is not None:
@@ -86,7 +90,7 @@ class Tap:
             with torch.no_grad():
                 sums = self.collector.sums[self.target.policy]
                 add_products(self.target, wanted, batch, sums, x, dy)
-        except Exception as error:  # noqa: BLE001 - kept, and raised by step()
+        except Exception as error:  # raised by step(), never inside a backward
             self.collector.fail(
                 str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
             )

@@ -1,7 +1,8 @@
 """Gives a checkpointed stretch that is run again in the backward the rows of its first run.
 
-Non-reentrant checkpointing needs no help: the taps of the first run are the ones that see gradients. Reentrant
-checkpointing runs its first forward without gradients, so that only the taps of the second run count.
+Non-reentrant checkpointing needs no help: the taps of the first run are the ones that see gradients.
+Reentrant checkpointing runs its first forward without gradients, so that only the taps of the second run
+count.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from gradscope.probes.capture import Collector
 
 ATTRIBUTE = "_gradient_checkpointing_func"
-"""Where transformers' modules keep the checkpoint function that `gradient_checkpointing_enable` gives them."""
+"""Where modules of transformers keep the checkpoint function that enabling gives them."""
 
 
 def bind_checkpointing(model: nn.Module, collector: Collector) -> Callable[[], None]:

@@ -16,26 +16,27 @@ Array = NDArray[np.float64]
 
 
 def slot_counts(batches: Iterable[RowBatch], slots: Sequence[int], num_slots: int) -> dict[str, Array]:
-    """Returns the counts of an update, each `[K]`, NaN for slots outside `slots` and where the loop did not say.
+    """Returns the counts of an update, each `[K]`, NaN outside `slots` and where the loop did not say.
 
-    `num_rows`; `num_signal_rows` (advantage not 0) and `advantage_abs_sum` from the advantages; `num_tokens` and
-    `loss_weight` as sums of what was given. In a packed batch a row is a stretch of tokens with one slot and
-    one row id, its advantage the largest in magnitude among its tokens.
+    `num_rows`; `num_signal_rows` (advantage not 0) and `advantage_abs_sum` from the advantages; `num_tokens`
+    and `loss_weight` as sums of what was given. In a packed batch a row is a stretch of tokens with one slot
+    and one row id, its advantage the largest in magnitude among its tokens.
     """
     names = ("num_rows", "num_signal_rows", "num_tokens", "advantage_abs_sum", "loss_weight")
     counts = {name: np.full(num_slots, np.nan) for name in names}
     for values in counts.values():
         values[list(slots)] = 0.0
     for batch in batches:
-        for name, row_values in _row_values(batch).items():
-            row_slots = _row_slots(batch)
-            wanted = np.isin(row_slots, slots)
-            np.add.at(counts[name], row_slots[wanted], row_values[wanted])
+        starts = _row_starts(batch)
+        row_slots = np.asarray(batch.slot_N)[starts]
+        for slot in batch.slots.intersection(slots):
+            own = row_slots == slot
+            for name, row_values in _row_values(batch, starts).items():
+                counts[name][slot] += row_values[own].sum()
     return counts
 
 
-def _row_values(batch: RowBatch) -> dict[str, Array]:
-    starts = _row_starts(batch)
+def _row_values(batch: RowBatch, starts: NDArray[np.int64]) -> dict[str, Array]:
     unknown = np.full(len(starts), np.nan)
     tokens, weights = (
         np.add.reduceat(batch.numbers[name], starts) if name in batch.numbers else unknown
@@ -53,10 +54,6 @@ def _row_values(batch: RowBatch) -> dict[str, Array]:
         values["num_signal_rows"] = (magnitude != 0).astype(np.float64)
         values["advantage_abs_sum"] = magnitude
     return values
-
-
-def _row_slots(batch: RowBatch) -> NDArray[np.int64]:
-    return np.asarray(batch.slot_N)[_row_starts(batch)]
 
 
 def _row_starts(batch: RowBatch) -> NDArray[np.int64]:

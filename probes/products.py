@@ -1,7 +1,7 @@
 """Slot gradients of one module's parameters from its input and the gradient of its output.
 
-For a linear layer y = x W^T the gradient is a sum over rows, dW = sum_t dy_t x_t^T, so the rows of slot k give
-g_k exactly and sum_k g_k = dW. The other kinds are sums over rows in the same way.
+For a linear layer y = x W^T the gradient is a sum over rows, dW = sum_t dy_t x_t^T, so the rows of slot k
+give g_k exactly and sum_k g_k = dW. The other kinds are sums over rows in the same way.
 
 Legend: N tagged rows, S tokens of a row as the module sees it, T = N S, K slots, I inputs, O outputs.
 """
@@ -15,8 +15,13 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.rows import RowBatch, RowPlan
+from gradscope.probes.rows import RowBatch, RowBlocks, RowPlan
 from gradscope.probes.targets import Target
+
+BLOCK_TOKENS = 16
+"""Smallest mean number of tokens of a block for which one batched product over blocks pays."""
+BLOCK_NUMBERS = 1 << 22
+"""Largest temporary result of that product (16 MiB in float32); larger ones are added run by run."""
 
 
 def add_products(
@@ -42,6 +47,7 @@ def add_products(
     """
     packed = _is_packed(target, batch, x)
     batch.packed |= packed
+    _check_policy(batch, into)
     into.note_precision(dy.dtype)
     if packed:
         x, dy = x[0], dy[0]
@@ -62,28 +68,23 @@ def _is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
         return True
     raise ProbeError(
         f"{target.name}: the input has shape {list(x.shape)}, but {len(batch)} rows were announced; expected "
-        f"[{len(batch)}, ...], or [1, {len(batch)}, ...] with one slot for each token. Give rows() one slot for "
-        "each row that enters the model, in the same order."
+        f"[{len(batch)}, ...], or [1, {len(batch)}, ...] with one slot for each token. Give rows() one slot "
+        "for each row that enters the model, in the same order."
     )
 
 
-def _plan(batch: RowBatch, into: SlotAccumulators, *, tokens_per_row: int | None) -> RowPlan:
-    slots = into.policy.slots
-    plan = (
-        batch.grouped(slots) if tokens_per_row is None else batch.plan(slots, tokens_per_row=tokens_per_row)
-    )
-    if plan.strangers:
+def _check_policy(batch: RowBatch, into: SlotAccumulators) -> None:
+    strangers = batch.slots.difference(into.policy.slots)
+    if strangers:
         raise ProbeError(
-            f"rows of {', '.join(batch.names[slot] for slot in plan.strangers)} went through the parameters of policy "
-            f"'{into.policy.name}', to which they are not routed; activate the policy of the rows before the "
-            "forward pass (set_adapter), one forward pass a policy."
+            f"rows of {', '.join(batch.names[slot] for slot in sorted(strangers))} went through the "
+            f"parameters of policy '{into.policy.name}', to which they are not routed; activate the policy "
+            "of the rows before the forward pass (set_adapter), one forward pass a policy."
         )
-    return plan
 
 
 def _ordered(tensor: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    order = plan.order_on(tensor.device)
-    return tensor if order is None else tensor.index_select(0, order)
+    return tensor if plan.order is None else tensor.index_select(0, plan.order)
 
 
 def _linear(
@@ -95,36 +96,50 @@ def _linear(
 ) -> None:
     num_rows, num_in, num_out = len(batch), x.shape[-1], dy.shape[-1]
     tokens = x.numel() // (num_rows * num_in)
-    plan = _plan(batch, into, tokens_per_row=tokens)
-    dtype = into.stacked(next(iter(wanted.values()))).dtype
-    x_TI = _ordered(x, plan).reshape(-1, num_in).to(dtype)
-    dy_TO = _ordered(dy, plan).reshape(-1, num_out).to(dtype)
-    if "weight" in wanted:
-        _add_outer(into, wanted["weight"], plan, tokens, x_TI, dy_TO)
-    if "bias" in wanted:
-        bias_K = into.separate(wanted["bias"])
+    blocks = batch.blocks(into.policy.slots, x.device)
+    if blocks is not None:
+        num_blocks = len(blocks.slots)
+        if num_rows * tokens >= BLOCK_TOKENS * num_blocks and num_blocks * num_in * num_out <= BLOCK_NUMBERS:
+            _linear_blocks(wanted, blocks, into, x, dy)
+            return
+    plan = batch.plan(into.policy.slots, x.device, tokens_per_row=tokens)
+    x_TI = _ordered(x, plan).reshape(-1, num_in)
+    dy_TO = _ordered(dy, plan).reshape(-1, num_out)
+    for name, parameter in wanted.items():
+        sums_K = into.separate(parameter)
+        dtype = sums_K[0].dtype
         for piece in plan.pieces:
-            bias_K[piece.slot].add_(dy_TO[piece.start * tokens : piece.stop * tokens].sum(0))
+            rows = slice(piece.start * tokens, piece.stop * tokens)
+            if name == "weight":
+                sums_K[piece.slot].addmm_(dy_TO[rows].to(dtype).t(), x_TI[rows].to(dtype))
+            else:
+                sums_K[piece.slot].add_(dy_TO[rows].sum(0, dtype=dtype))
 
 
-def _add_outer(
+def _linear_blocks(
+    wanted: Mapping[str, nn.Parameter],
+    blocks: RowBlocks,
     into: SlotAccumulators,
-    weight: nn.Parameter,
-    plan: RowPlan,
-    tokens: int,
-    x_TI: torch.Tensor,
-    dy_TO: torch.Tensor,
+    x: torch.Tensor,
+    dy: torch.Tensor,
 ) -> None:
-    if plan.equal is not None:
-        first, number = plan.equal
-        x_KTI = x_TI.view(number, -1, x_TI.shape[-1])
-        dy_KOT = dy_TO.view(number, -1, dy_TO.shape[-1]).transpose(1, 2)
-        into.stacked(weight)[first : first + number].baddbmm_(dy_KOT, x_KTI)
-        return
-    weight_K = into.separate(weight)
-    for piece in plan.pieces:
-        rows = slice(piece.start * tokens, piece.stop * tokens)
-        weight_K[piece.slot].addmm_(dy_TO[rows].t(), x_TI[rows])
+    num_blocks = len(blocks.slots)
+    for name, parameter in wanted.items():
+        sums = into.stacked(parameter)
+        dy_BTO = dy.reshape(num_blocks, -1, dy.shape[-1]).to(sums.dtype)
+        if name == "bias":
+            parts = dy_BTO.sum(1)
+        else:
+            x_BTI = x.reshape(num_blocks, -1, x.shape[-1]).to(sums.dtype)
+            if dy_BTO.shape[-1] <= x_BTI.shape[-1]:
+                parts = torch.bmm(dy_BTO.transpose(1, 2), x_BTI)
+            else:
+                # A product with few rows and many columns runs twice as fast on CPU as one the other way.
+                parts, sums = torch.bmm(x_BTI.transpose(1, 2), dy_BTO), sums.transpose(1, 2)
+        if not blocks.is_every_slot:
+            # Not straight into the sums: adding rows to a strided view is many times slower.
+            parts = parts.new_zeros(len(sums), *parts.shape[1:]).index_add_(0, blocks.slots, parts)
+        sums.add_(parts)
 
 
 def _embedding(
@@ -136,7 +151,7 @@ def _embedding(
     dy: torch.Tensor,
 ) -> None:
     weight = wanted["weight"]
-    plan = _plan(batch, into, tokens_per_row=None)
+    plan = batch.plan(into.policy.slots, dy.device)
     ids_NS = _ordered(ids, plan).reshape(len(batch), -1)
     dy_NSO = _ordered(dy, plan).reshape(len(batch), -1, dy.shape[-1])
     if module.padding_idx is not None:
@@ -162,7 +177,7 @@ def _rowwise(
 
     No formula of the module is repeated here, so a norm that scales by `1 + weight` needs no case of its own.
     """
-    plan = _plan(batch, into, tokens_per_row=None)
+    plan = batch.plan(into.policy.slots, dy.device)
     x, dy = _ordered(x.detach(), plan), _ordered(dy, plan)
     parameters = list(wanted.values())
     sums = [into.separate(parameter) for parameter in parameters]

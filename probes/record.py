@@ -33,8 +33,8 @@ def driven_policies(optimizer: torch.optim.Optimizer, layout: Layout) -> list[Po
     ]
     if not driven:
         raise ProbeError(
-            f"step(): the optimizer holds no parameter of the policies {', '.join(layout.policies)}; pass the one "
-            "that was made from the probed model's parameters."
+            f"step(): the optimizer holds no parameter of the policies {', '.join(layout.policies)}; pass "
+            "the one that was made from the probed model's parameters."
         )
     return driven
 
@@ -54,15 +54,15 @@ def make_record(
         batches: Its micro-batches of this update.
         slots: Names of all slots; those of other policies and those without rows are NaN in the Gram matrix.
         optimizer: The optimizer that is about to step.
-        reference_norm: Largest gradient norm of earlier updates; rounding is judged against it when an update's
-            own gradient cancels to nothing.
+        reference_norm: Largest gradient norm of earlier updates; rounding is judged against it when an
+            update's own gradient cancels to nothing.
 
     Raises:
         ProbeError: The slot gradients do not add up to autograd's gradient.
     """
     policy = sums.policy
     summary = sums.summarise()
-    _check_sum(sums, summary, reference_norm)
+    _check_sum(sums, summary, reference_norm, tapped=any(batch.tapped for batch in batches))
     counts = slot_counts(batches, policy.slots, len(slots))
     with_rows = [index for index in policy.slots if counts["num_rows"][index] > 0]
     local = [policy.slots.index(index) for index in with_rows]
@@ -88,24 +88,26 @@ def check_policy_without_rows(sums: SlotAccumulators) -> None:
     unseen = sums.unseen()
     if unseen or not sums.empty:
         raise ProbeError(
-            f"step(): policy '{sums.policy.name}' has gradients but no rows were announced for it; run every forward "
-            "pass that is trained on inside `with scope.rows(...)`, and zero the gradients between updates."
+            f"step(): policy '{sums.policy.name}' has gradients but no rows were announced for it; run every "
+            "forward pass that is trained on inside `with scope.rows(...)`, and zero the gradients between "
+            "updates."
         )
 
 
-def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float) -> None:
+def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float, *, tapped: bool) -> None:
     name = sums.policy.name
     unseen = sums.unseen()
     if unseen:
         raise ProbeError(
-            f"step(): policy '{name}': {len(unseen)} of {len(sums.policy.covered)} covered parameters have a gradient "
-            f"that no tap saw, for instance '{unseen[0]}'. Was a forward pass run outside rows(), or a layer bypassed, "
-            "compiled or checkpointed in a way that hides it? Gradients must be zeroed between updates."
+            f"step(): policy '{name}': {len(unseen)} of {len(sums.policy.covered)} covered parameters have a "
+            f"gradient that no tap saw, for instance '{unseen[0]}'. Was a forward pass run outside rows(), "
+            "or a layer bypassed, compiled or checkpointed in a way that hides it? Gradients must be zeroed "
+            "between updates."
         )
-    if sums.empty and all(parameter.grad is None for parameter in sums.policy.covered.values()):
+    if tapped and sums.empty and all(parameter.grad is None for parameter in sums.policy.covered.values()):
         raise ProbeError(
-            f"step(): policy '{name}': rows were announced, but no gradient reached its parameters. Call step() after "
-            "backward() and before zero_grad()."
+            f"step(): policy '{name}': rows were run, but no gradient reached its parameters. Call "
+            "step() after backward() and before zero_grad()."
         )
     if not math.isfinite(summary.covered_norm):
         return  # a diverged update is recorded as it is
@@ -113,10 +115,10 @@ def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float) 
     if not summary.gap <= tolerance * max(summary.finite_norm, reference_norm):
         worst = ", ".join(f"'{parameter}' ({gap:.2g})" for parameter, gap in sums.largest_gaps(3))
         raise ProbeError(
-            f"step(): policy '{name}': the slot gradients miss autograd's gradient by {summary.residual:.2g} of its "
-            f"norm (allowed about {tolerance:.1g}), most at {worst}. A forward pass outside rows(), gradients not "
-            "zeroed between updates, clipped, unscaled or averaged before step(), or a use of the weights that no "
-            "module call shows."
+            f"step(): policy '{name}': the slot gradients miss autograd's gradient by {summary.residual:.2g} "
+            f"of its norm (allowed about {tolerance:.1g}), most at {worst}. A forward pass outside rows(), "
+            "gradients not zeroed between updates, clipped, unscaled or averaged before step(), or a use of "
+            "the weights that no module call shows."
         )
 
 

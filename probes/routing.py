@@ -13,7 +13,7 @@ WHOLE_MODEL = "default"
 
 
 def adapter_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the model's PEFT adapters, in the order in which they were added; empty without PEFT."""
+    """Returns the names of the model's PEFT adapters in the order they were added; none without PEFT."""
     holder = _peft_holder(model)
     return tuple(holder.peft_config) if holder is not None else ()  # type: ignore[arg-type]
 
@@ -26,7 +26,8 @@ def route_slots(
     Args:
         model: The model that is probed.
         slots: Slot -> role.
-        policies: Role or slot -> policy, a slot's own entry first; None sends all slots to the active adapter.
+        policies: Role or slot -> policy, a slot's own entry first; None sends all slots to the active
+            adapter.
 
     Raises:
         ProbeError: No slots, an unknown role or slot as key, a slot without entry, an unknown policy, or no
@@ -53,14 +54,14 @@ def route_slots(
             )
         if allowed is not None and policy not in allowed:
             raise ProbeError(
-                f"attach(): slot '{slot}' is routed to the unknown policy '{policy}'.{nearest(policy, adapters)} "
-                f"Adapters of the model: {', '.join(adapters)}."
+                f"attach(): slot '{slot}' is routed to the unknown policy "
+                f"'{policy}'.{nearest(policy, adapters)} Adapters of the model: {', '.join(adapters)}."
             )
     found = {policy for policy in routing.values() if policy is not None}
     if not adapters and len(found) > 1:
         raise ProbeError(
-            f"attach(): policies names {len(found)} policies ({', '.join(sorted(found))}), but the model has no "
-            "adapters to tell them apart. Use one policy, or attach one probe to each model."
+            f"attach(): policies names {len(found)} policies ({', '.join(sorted(found))}), but the model has "
+            "no adapters to tell them apart. Use one policy, or attach one probe to each model."
         )
     return {slot: policy for slot, policy in routing.items() if policy is not None}
 

@@ -5,8 +5,9 @@ Legend: N rows (tokens when packed), K slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -19,9 +20,8 @@ UNTAGGED = -1
 """Index of rows that belong to no slot, such as the padding at the end of a packed sequence."""
 
 LONG_RUN_TOKENS = 256
-"""Runs at least this long are multiplied where they stand; copying them into slot order would cost more than
-the extra calls save (measured on CPU with LoRA of rank 8 and 64 features, where a call costs as much as about
-200 tokens)."""
+"""Runs at least this long are multiplied where they stand; copying them into slot order costs more than
+the calls it saves (one call costs about as much as copying 200 tokens of 64 features, on CPU)."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,26 @@ class RowPlan:
 
     Attributes:
         pieces: The stretches, after reordering where `order` is given; untagged rows are in none.
-        order: Row order `[N]` (int64, CPU) that brings each slot's rows together; None where rows stay in place.
-        equal: First slot and number of slots when the pieces are one of equal length for each of consecutive
-            slots and cover all rows, so that one batched product does them all; None otherwise.
-        strangers: Slots (counted over all slots) of rows that the policy does not drive.
+        order: Row order `[N]` that brings each slot's rows together; None where rows stay in place.
     """
 
     pieces: tuple[Piece, ...]
     order: torch.Tensor | None
-    equal: tuple[int, int] | None
-    strangers: tuple[int, ...]
-    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def order_on(self, device: torch.device) -> torch.Tensor | None:
-        """Returns `order` on a device, copied there once."""
-        if self.order is None:
-            return None
-        if device not in self._on_device:
-            self._on_device[device] = self.order.to(device)
-        return self._on_device[device]
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """The rows of a micro-batch as equal blocks, each of one slot, so that one batched product does all.
+
+    Attributes:
+        rows: Rows of a block, the largest number that divides every run.
+        slots: Slot of each block, counting within the policy, `[B]`.
+        is_every_slot: Whether the blocks are the policy's slots, each once and in order.
+    """
+
+    rows: int
+    slots: torch.Tensor
+    is_every_slot: bool
 
 
 class RowBatch:
@@ -69,6 +70,10 @@ class RowBatch:
         problems: Problem label of each row; kept for products between halves of the problems.
         row_ids: Name of each row; in a packed batch it tells neighbouring rows of one slot apart.
         numbers: Per-row numbers by name: tokens, advantages, loss_weights; each `[N]`.
+
+    Attributes:
+        packed: Whether the rows turned out to be tokens of packed rows; known once a gradient arrived.
+        tapped: Whether a forward pass that can be differentiated was run with these rows.
     """
 
     def __init__(
@@ -86,44 +91,55 @@ class RowBatch:
         self.row_ids = row_ids
         self.numbers = dict(numbers)
         self.packed = False
+        self.tapped = False
         self.slots = frozenset(self.slot_N) - {UNTAGGED}
         self._runs = tuple(_runs(self.slot_N))
-        self._plans: dict[tuple[tuple[int, ...], bool], RowPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool, torch.device], RowPlan] = {}
+        self._blocks: dict[tuple[tuple[int, ...], torch.device], RowBlocks | None] = {}
 
     def __len__(self) -> int:
         return len(self.slot_N)
 
-    def plan(self, policy_slots: tuple[int, ...], *, tokens_per_row: int) -> RowPlan:
+    def plan(
+        self, policy_slots: tuple[int, ...], device: torch.device, *, tokens_per_row: int | None = None
+    ) -> RowPlan:
         """Returns how the rows are cut for a policy that drives `policy_slots`.
 
-        Many short runs are sorted together; few or long ones are left in place.
+        Many short runs are sorted together, few or long ones are left in place; without `tokens_per_row` each
+        slot gets one piece.
         """
-        run_tokens = len(self.slot_N) * tokens_per_row / len(self._runs)
-        in_order = len(self._runs) == len({piece.slot for piece in self._runs})
+        in_order = len(self._runs) == len({run.slot for run in self._runs})
+        run_tokens = 0.0 if tokens_per_row is None else len(self) * tokens_per_row / len(self._runs)
         together = not in_order and run_tokens < LONG_RUN_TOKENS
-        return self._plan(policy_slots, together=together)
-
-    def grouped(self, policy_slots: tuple[int, ...]) -> RowPlan:
-        """Returns the plan with exactly one piece for each slot that has rows."""
-        return self._plan(policy_slots, together=True)
-
-    def _plan(self, policy_slots: tuple[int, ...], *, together: bool) -> RowPlan:
-        key = (policy_slots, together)
+        key = (policy_slots, together, device)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(policy_slots, together=together)
+            self._plans[key] = self._make_plan(policy_slots, device, together=together)
         return self._plans[key]
 
-    def _make_plan(self, policy_slots: tuple[int, ...], *, together: bool) -> RowPlan:
+    def blocks(self, policy_slots: tuple[int, ...], device: torch.device) -> RowBlocks | None:
+        """Returns the rows as equal blocks; None where some rows belong to no slot of the policy."""
+        key = (policy_slots, device)
+        if key not in self._blocks:
+            self._blocks[key] = self._make_blocks(policy_slots, device)
+        return self._blocks[key]
+
+    def _make_plan(self, policy_slots: tuple[int, ...], device: torch.device, *, together: bool) -> RowPlan:
         order, runs = None, self._runs
-        if together and len(runs) > len({piece.slot for piece in runs}):
-            slots = np.asarray(self.slot_N)
-            permutation = np.argsort(slots, kind="stable")
-            order = torch.from_numpy(permutation)
-            runs = tuple(_runs(slots[permutation].tolist()))
+        if together:
+            permutation = np.argsort(np.asarray(self.slot_N), kind="stable")
+            order = torch.from_numpy(permutation).to(device)
+            runs = tuple(_runs(self.slot_N[row] for row in permutation))
         local = {slot: index for index, slot in enumerate(policy_slots)}
         pieces = tuple(Piece(local[run.slot], run.start, run.stop) for run in runs if run.slot in local)
-        strangers = tuple(sorted(self.slots - local.keys()))
-        return RowPlan(pieces, order, _equal_slots(pieces, len(self.slot_N)), strangers)
+        return RowPlan(pieces, order)
+
+    def _make_blocks(self, policy_slots: tuple[int, ...], device: torch.device) -> RowBlocks | None:
+        if not self.slots.issubset(policy_slots) or UNTAGGED in self.slot_N:
+            return None
+        rows = math.gcd(*(run.stop - run.start for run in self._runs))
+        slots = [policy_slots.index(slot) for slot in self.slot_N[::rows]]
+        is_every_slot = slots == list(range(len(policy_slots)))
+        return RowBlocks(rows, torch.tensor(slots, device=device), is_every_slot)
 
 
 def _runs(slots: Iterable[int]) -> Iterable[Piece]:
@@ -132,16 +148,6 @@ def _runs(slots: Iterable[int]) -> Iterable[Piece]:
         stop = start + sum(1 for _ in members)
         yield Piece(slot, start, stop)
         start = stop
-
-
-def _equal_slots(pieces: tuple[Piece, ...], num_rows: int) -> tuple[int, int] | None:
-    if not pieces or pieces[0].start != 0 or pieces[-1].stop != num_rows:
-        return None
-    first, length = pieces[0].slot, pieces[0].stop
-    for index, piece in enumerate(pieces):
-        if piece.slot != first + index or piece.stop - piece.start != length or piece.start != index * length:
-            return None
-    return first, len(pieces)
 
 
 def read_rows(
@@ -159,7 +165,8 @@ def read_rows(
     """
     if isinstance(slot_of_each_row, str):
         raise ProbeError(
-            f"rows(): got the single string '{slot_of_each_row}'; give a list with one slot name for each row."
+            f"rows(): got the single string '{slot_of_each_row}'; give a list with one slot name for each "
+            "row."
         )
     names = list(slot_of_each_row)
     if not names:
@@ -169,14 +176,15 @@ def read_rows(
     except KeyError as error:
         name = str(error.args[0])
         raise ProbeError(
-            f"rows(): unknown slot '{name}'.{nearest(name, slot_index)} Allowed: {', '.join(slot_index)} (or None "
-            "for a row of no slot, such as padding)."
+            f"rows(): unknown slot '{name}'.{nearest(name, slot_index)} Allowed: {', '.join(slot_index)} (or "
+            "None for a row of no slot, such as padding)."
         ) from None
     given: dict[str, Sequence[object] | None] = {"problems": problems, "row_ids": row_ids, **numbers}
     for label, values in given.items():
         if values is not None and len(values) != len(names):
             raise ProbeError(
-                f"rows(): {label} has {len(values)} entries, slot_of_each_row has {len(names)}; give one for each row."
+                f"rows(): {label} has {len(values)} entries, slot_of_each_row has {len(names)}; give one for "
+                "each row."
             )
     arrays = {
         label: np.asarray(values, dtype=np.float64) for label, values in numbers.items() if values is not None

@@ -1,12 +1,10 @@
-"""`attach` and the `Scope` it returns: rows in, one update record out."""
+"""The scope that `attach` returns: rows in, one update record out."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal
 
 import torch
 from torch import nn
@@ -16,62 +14,10 @@ from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.capture import Collector, Tap
 from gradscope.probes.checkpointing import bind_checkpointing
 from gradscope.probes.record import check_policy_without_rows, driven_policies, make_record
-from gradscope.probes.routing import route_slots
 from gradscope.probes.rows import RowBatch, read_rows
-from gradscope.probes.targets import Layout, find_targets
+from gradscope.probes.targets import Layout
 from gradscope.probes.verify import Verification, compare_with_masked_loss, untouched
 from gradscope.runfile.update import UpdateRecord
-
-Mode = Literal["auto", "observe"]
-
-
-def attach(
-    model: nn.Module,
-    slots: Mapping[str, str],
-    policies: Mapping[str, str] | None = None,
-    *,
-    mode: Mode = "auto",
-) -> Scope:
-    """Returns a scope that measures each slot's gradient in the model's own backward passes.
-
-    Call it once, after adapters are added and before `torch.compile` or a data-parallel wrapper. Weights,
-    gradients and random numbers of the training stay bitwise what they are without it.
-
-    Args:
-        model: The model that the loop trains: any module; with PEFT adapters each adapter is a policy.
-        slots: Slot -> role, in the order of every result.
-        policies: Role or slot -> policy (adapter name); None sends all to the active adapter.
-        mode: `observe` leaves autograd's own weight gradients alone; `auto` chooses it.
-
-    Raises:
-        ProbeError: The model is probed already, has nothing trainable or nothing that can be covered, or a slot
-            cannot be routed.
-
-    Warns:
-        UserWarning: Some trainable parameters are not covered; `Scope.coverage` says which and why.
-    """
-    if mode not in ("auto", "observe"):
-        raise ProbeError(
-            f"attach(): unknown mode '{mode}'.{nearest(mode, ['observe'])} Allowed: auto, observe."
-        )
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):
-            raise ProbeError(
-                "attach(): the model is compiled; attach to the model that was given to torch.compile."
-            )
-        if any(isinstance(hook, Tap) for hook in module._forward_hooks.values()):
-            raise ProbeError(
-                f"attach(): the model is probed already (at '{name}'); call detach() of the first scope."
-            )
-    layout = find_targets(model, route_slots(model, slots, policies))
-    if layout.reasons:
-        names = list(layout.reasons)
-        warnings.warn(
-            f"{len(names)} trainable parameters are not covered, for instance '{names[0]}': "
-            f"{layout.reasons[names[0]]}. The Gram matrix leaves them out.",
-            stacklevel=2,
-        )
-    return Scope(model, slots, layout)
 
 
 class Scope:
@@ -83,8 +29,8 @@ class Scope:
         model: The probed model.
         slots: Slot -> role.
         coverage: Uncovered trainable parameters with the reason; empty when all are covered.
-        residuals: Policy -> relative gap between the sum of the slot gradients and autograd's gradient in the last
-            update; NaN when that gradient was not finite.
+        residuals: Policy -> relative gap between the sum of the slot gradients and autograd's gradient in the
+            last update; NaN when that gradient was not finite.
     """
 
     def __init__(self, model: nn.Module, slots: Mapping[str, str], layout: Layout) -> None:
@@ -124,11 +70,14 @@ class Scope:
         advantages: Sequence[float] | None = None,
         loss_weights: Sequence[float] | None = None,
     ) -> Iterator[None]:
-        """Announces the rows of one micro-batch; run its forward pass inside the block, the backward anywhere.
+        """Announces the rows of one micro-batch: forward pass inside the block, backward anywhere.
 
-        The slots are exact only if each slot's loss depends on its own rows alone, and no row carries two slots.
-        Everything is a plain sequence on the host with one entry for each row: no device waits for it. For packed
-        rows (`[1, T, ...]`) an entry stands for each token, and `row_ids` tell neighbouring rows of one slot apart.
+        The slots are exact only if each slot's loss depends on its own rows alone, and no row carries two
+        slots. Everything is a plain sequence on the host with one entry for each row: no device waits for it.
+        For packed rows (`[1, T, ...]`) an entry stands for each token, and `row_ids` tell neighbouring rows
+        of one slot apart.
+
+        Rows that the loop spares a forward pass since their loss is zero may be announced in an empty block.
 
         Args:
             slot_of_each_row: Slot name of each row that enters the model, in its order; None for a row of no
@@ -140,8 +89,8 @@ class Scope:
             loss_weights: Weight of each row in the loss; fills `loss_weight`.
 
         Raises:
-            ProbeError: An unknown slot, sequences of different lengths, a block within a block, or a scope that
-                is detached.
+            ProbeError: An unknown slot, sequences of different lengths, a block within a block, or a scope
+                that is detached.
         """
         self._require_attached("rows")
         if self._collector.batch is not None:
@@ -167,17 +116,17 @@ class Scope:
             One record; a list, one for each policy that had rows, when the optimizer drives several policies.
 
         Raises:
-            ProbeError: Nothing was announced since the last step (the scope stays attached), or the measurement
-                failed or does not add up to autograd's gradient: the scope is detached, gradients and weights
-                are untouched, and training can go on without it.
+            ProbeError: Nothing was announced since the last step (the scope stays attached), or the
+                measurement failed or does not add up to autograd's gradient: the scope is detached, gradients
+                and weights are untouched, and training can go on without it.
         """
         self._require_attached("step")
         policies = driven_policies(optimizer, self._layout)
         ready = [policy for policy in policies if self._waiting[policy.name]]
         if not ready and self._collector.failure is None:
             raise ProbeError(
-                f"step(): no rows of policy {', '.join(policy.name for policy in policies)} since its last step; run "
-                "the forward pass inside `with scope.rows(...)`."
+                f"step(): no rows of policy {', '.join(policy.name for policy in policies)} since its last "
+                "step; run the forward pass inside `with scope.rows(...)`."
             )
         try:
             if self._collector.failure is not None:
@@ -218,9 +167,9 @@ class Scope:
     ) -> Verification:
         """Compares one slot's gradient with the backward of a loss in which only that slot's rows count.
 
-        The only check that sees rows announced under the wrong slot, and a slot's loss that depends on another
-        slot's rows. `loss_of_rows` does what the loop does, its `with scope.rows(...)` included, since that is what
-        is tested; `slot_of_each_row` comes from where the loop knows it from first hand:
+        The only check that sees rows announced under the wrong slot, and a slot's loss that depends on
+        another slot's rows. `loss_of_rows` does what the loop does, its `with scope.rows(...)` included,
+        since that is what is tested; `slot_of_each_row` comes from where the loop knows it from first hand:
 
             def loss_of_rows(mask):
                 with scope.rows(batch.slots):
@@ -233,8 +182,8 @@ class Scope:
         before when it returns or raises.
 
         Args:
-            loss_of_rows: Loss of the rows where the mask (bool, `[N]`, on the CPU) is True, weighted as in the
-                total loss; called with all rows, then with one slot's.
+            loss_of_rows: Loss of the rows where the mask (bool, `[N]`, on the CPU) is True, weighted as in
+                the total loss; called with all rows, then with one slot's.
             slot_of_each_row: The true slot of each entry of the mask.
             slot: The slot to compare; None takes the one with the largest gradient.
 

@@ -1,4 +1,4 @@
-"""Finds the trainable parameters of each policy and the modules through which row segmentation covers them."""
+"""Finds each policy's trainable parameters and the modules through which row segmentation covers them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Layout:
 def find_targets(model: nn.Module, routing: Mapping[str, str]) -> Layout:
     """Returns the covered and uncovered trainable parameters of the routed policies.
 
-    Adapters count as trainable whatever `requires_grad` says now, since `set_adapter` flips it. A parameter that
-    several modules share is covered when row segmentation knows every one of them.
+    Adapters count as trainable whatever `requires_grad` says now, since `set_adapter` flips it. A parameter
+    that several modules share is covered when row segmentation knows every one of them.
 
     Args:
         model: The model that is probed.
@@ -71,14 +71,15 @@ def find_targets(model: nn.Module, routing: Mapping[str, str]) -> Layout:
     owners = _policy_of_parameter(model, tuple(dict.fromkeys(routing.values())))
     if not owners:
         raise ProbeError(
-            f"attach(): {type(model).__name__} has no trainable parameters; set requires_grad or add an adapter first."
+            f"attach(): {type(model).__name__} has no trainable parameters; set requires_grad or add an "
+            "adapter first."
         )
     reasons = _reasons(model, owners)
     if len(reasons) == len(owners):
         name, reason = next(iter(reasons.items()))
         raise ProbeError(
-            f"attach(): none of the {len(owners)} trainable parameters of {type(model).__name__} can be covered, "
-            f"for instance '{name}': {reason}."
+            f"attach(): none of the {len(owners)} trainable parameters of {type(model).__name__} can be "
+            f"covered, for instance '{name}': {reason}."
         )
     covered = {id(p): owner for name, (p, owner) in owners.items() if owner and name not in reasons}
     policies = {
@@ -120,7 +121,7 @@ def _policy_of_parameter(model: nn.Module, policies: tuple[str, ...]) -> Owners:
 
 
 def _adapter_in_path(model: nn.Module, name: str, adapters: tuple[str, ...]) -> str | None:
-    """Returns the adapter that a parameter belongs to: PEFT keeps each as an entry of a dictionary of modules."""
+    """Returns the adapter of a parameter: PEFT keeps each as an entry of a dictionary of modules."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part in adapters and index > 0:
@@ -143,7 +144,8 @@ def _reasons(model: nn.Module, owners: Owners) -> dict[str, str]:
             if parameter is not None and id(parameter) in name_of:
                 reasons.setdefault(
                     name_of[id(parameter)],
-                    f"held by '{module_name}' ({type(module).__name__}), which row segmentation does not know",
+                    f"held by '{module_name}' ({type(module).__name__}), which row segmentation does not "
+                    "know",
                 )
     return reasons
 

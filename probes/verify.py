@@ -56,7 +56,7 @@ def compare_with_masked_loss(
     slot: int | None,
     collector: Collector,
 ) -> Verification:
-    """Runs the loss of all rows, then of one slot's rows with the same random numbers, and compares gradients.
+    """Runs the loss of all rows, then of one slot's with the same random numbers; compares gradients.
 
     Args:
         model: The probed model; its gradients are overwritten.
@@ -100,10 +100,10 @@ def _judge(slot: str, split: dict[str, torch.Tensor], sums: SlotAccumulators) ->
     tolerance = math.sqrt(sums.eps)
     if error > tolerance:
         raise ProbeError(
-            f"verify(): the gradient measured for slot '{slot}' differs by {error:.2g} of its norm from that of a loss "
-            f"with its rows alone (allowed {tolerance:.1g}), most at '{worst[0]}'. Either rows() was given other slots "
-            "than the rows have, or the slot's loss depends on rows of other slots (attention across packed rows, "
-            "a term over the batch)."
+            f"verify(): the gradient measured for slot '{slot}' differs by {error:.2g} of its norm from that "
+            f"of a loss with its rows alone (allowed {tolerance:.1g}), most at '{worst[0]}'. Either rows() "
+            "was given other slots than the rows have, or the slot's loss depends on rows of other slots "
+            "(attention across packed rows, a term over the batch)."
         )
     return Verification(slot, error, tolerance)
 
@@ -112,8 +112,8 @@ def _backward(loss_of_rows: Callable[[torch.Tensor], torch.Tensor], mask_N: torc
     loss = loss_of_rows(mask_N)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ProbeError(
-            f"verify(): loss_of_rows returned {type(loss).__name__} instead of a loss, one number that backward() can "
-            "start from; return (losses_of_rows * mask).sum() or the like."
+            f"verify(): loss_of_rows returned {type(loss).__name__} instead of a loss, one number that "
+            "backward() can start from; return (losses_of_rows * mask).sum() or the like."
         )
     loss.backward()
 

@@ -1,4 +1,4 @@
-"""A two-layer Qwen3 in float64 with a batch of rows of four slots, and the slow way to each slot's gradient."""
+"""A two-layer Qwen3 in float64, a batch of rows of four slots, and the slow way to each slot's gradient."""
 
 from __future__ import annotations
 
@@ -85,6 +85,14 @@ class Nano:
                 if "lora_B" in name or "lora_embedding_A" in name:
                     parameter.copy_(torch.randn_like(parameter) * 0.1)
         return peft.to(dtype)
+
+    def checkpoint(self, model: nn.Module, *, reentrant: bool) -> None:
+        """Turns activation checkpointing on, under its name in transformers 5.0 or the later one."""
+        model.train()
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": reentrant})
 
     def batch(self, slots: Sequence[str], *, length: int = 7, seed: int = 0, pad: str = "right") -> Batch:
         generator = torch.Generator().manual_seed(seed)
