@@ -138,7 +138,7 @@ _TABLES = (
         "step! | | i8 | 1 | training step",
         "segment! | | i4 | 1 | stretch of the run between resumes",
         "epoch | | f8 | 1 | passes over the training problems so far",
-        "wall_time | | f8 | seconds since 1970-01-01T00:00:00Z | when the step was logged",
+        "wall_time | | f8 | s | when the step was logged, counted from 1970-01-01, UTC",
         "loss | | f8 | 1 | training loss",
         "episode_reward_mean | | f8 | 1 | mean reward of the step's episodes",
         "num_updates | | i8 | 1 | optimizer steps in this training step, all policies",

@@ -58,10 +58,11 @@ def coherence(gram: Array) -> Array:
 
     0 when their gradients are orthogonal, 1 when aligned, negative when they cancel, whatever their norms.
     """
-    sizes = norms(gram)
-    squares = np.nansum(sizes**2, axis=-1)
-    products = _present_sum(gram) - squares
-    return _ratio(products, np.nansum(sizes, axis=-1) ** 2 - squares, enough=num_present(gram) >= 2)
+    sizes = np.nan_to_num(norms(gram))
+    apart = ~np.eye(gram.shape[-1], dtype=bool)  # a difference of full sums would cancel digits
+    products = _present_sum(np.where(apart, gram, np.where(np.isnan(gram), np.nan, 0.0)))
+    largest = np.where(apart, sizes[..., :, None] * sizes[..., None, :], 0.0).sum(axis=(-2, -1))
+    return _ratio(products, largest, enough=num_present(gram) >= 2)
 
 
 def amplification(gram: Array) -> Array:

@@ -52,7 +52,7 @@ def _assign(column: Column, position: int, variable: Variable, value: Any, layou
                 column[position, index[label]] = fitted(found, variable)
     elif variable.dtype == "str":
         column[position] = str(value)
-    elif isinstance(value, np.ndarray):
+    elif column.ndim > 1:
         column[position] = value
     elif (found := number(value)) is not None:
         column[position] = fitted(found, variable)
