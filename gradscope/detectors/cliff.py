@@ -25,6 +25,10 @@ POSSIBLE = 1.5
 """Thresholds of the score, calibrated on the statistic defined here (reference/logs_and_detectors.md 5.1)."""
 
 
+FALSE_ALARMS = "3 % of simulated curves without a cliff exceed 2, 8 % of those with 30 problems"
+"""Measured on `synthetic.accuracy_curve`, 6000 curves; 0.2 % exceed 3."""
+
+
 @dataclass(frozen=True)
 class Cliff:
     """A late, lasting fall of accuracy, or how near the series came to one.
@@ -189,9 +193,10 @@ def _fall_sentence(cliff: Cliff, evidence: Evidence) -> str:
         f"{heads[cliff.verdict]} on {evidence['setting']}: accuracy fell at {at_step(cliff.step)} and stayed "
         f"down to the end of the run, from {percent(cliff.before)} to {percent(cliff.after)}, by "
         f"{points(cliff.depth)} (95 % interval {low:.1f} to {high:.1f}). Score {score(cliff.score)} (a cliff "
-        f"above {FOUND:g}, strong above {STRONG:g}); a run that never falls looks like this with p = "
-        f"{cliff.p_value:.2g}. The best single evaluation, {percent(float(evidence['peak'] or 0.0))} at step "
-        f"{evidence['peak_step']}, is the luckiest of {evidence['num_evaluations']} and no baseline."
+        f"above {FOUND:g}, strong above {STRONG:g}; {FALSE_ALARMS}); a run that never falls looks like this "
+        f"with p = {cliff.p_value:.2g}. The best single evaluation, "
+        f"{percent(float(evidence['peak'] or 0.0))} at step {evidence['peak_step']}, is the luckiest of "
+        f"{evidence['num_evaluations']} and no baseline."
     )
 
 
