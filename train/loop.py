@@ -135,6 +135,7 @@ class _Run:
         if checkpoint is not None:
             self.state = load_checkpoint(checkpoint, session.policies)
         self.changes = changed_keys(folder / CONFIG_FILE, self.config) if exists else []
+        self.saved_step = self.state.step
         self.environment = describe_environment(session.updater.device)
         self.recorder = EpisodeRecorder(folder, session.chat, self.config.run)
 
@@ -157,7 +158,9 @@ class _Run:
                 self._begin(writer)
             last = self.config.train.steps
             while self.state.step < last and not interrupt.requested:
-                self._one_step(self.state.step + 1, writer, interrupt)
+                self._one_step(self.state.step + 1, writer)
+            if self.saved_step != self.state.step:
+                self._checkpoint([], writer)
         return RunResult(
             self.folder,
             self.state.step,
@@ -182,7 +185,7 @@ class _Run:
         report = StepReport(0, self.config.train.steps, {}, tuple(evaluations), tuple(events), 0, checkpoint)
         self.on_step(report)
 
-    def _one_step(self, step: int, writer: RunWriter, interrupt: Interrupt) -> None:
+    def _one_step(self, step: int, writer: RunWriter) -> None:
         result = self.session.train_step(step)
         records = [update.record for update in result.updates]
         writer.append(step, records, metrics=result.metrics)
@@ -191,9 +194,8 @@ class _Run:
         self.recorder.record(step, result.episodes, result.samples, writer)
         self.state = replace(self.state, step=step)
         evaluations = self._evaluate(step, writer) if self._is_due(step, self.config.evaluate.every) else []
-        stops = bool(interrupt.requested) or step == self.config.train.steps
         checkpoint = None
-        if stops or self._is_due(step, self.config.train.checkpoint_every):
+        if step == self.config.train.steps or self._is_due(step, self.config.train.checkpoint_every):
             checkpoint = self._checkpoint(evaluations, writer)
         self.on_step(self._report(result, evaluations, checkpoint))
 
@@ -224,6 +226,7 @@ class _Run:
         path = save_checkpoint(
             self.folder, self.session.policies, self.state, keep=self.config.run.keep_checkpoints
         )
+        self.saved_step = step
         writer.append_event(step, "checkpoint", path.name)
         return path
 

@@ -18,7 +18,9 @@ AGGREGATIONS = ["sequence_mean_token_mean", "token_mean", "fixed_length", "seque
 @pytest.fixture(scope="module")
 def made():
     """A session in float64 and the samples of one step."""
-    session = Session(load_config("voting-shared-stack_code", ["rollout.num_problems=4", "rollout.group_size=4"]))
+    session = Session(
+        load_config("voting-shared-stack_code", ["rollout.num_problems=4", "rollout.group_size=4"])
+    )
     result = session.train_step(1)  # so that B is not 0 and every parameter has a gradient
     session.policies.network.double()
     return session, result.samples, result.episodes
@@ -33,12 +35,15 @@ def reference_loss(session, samples, aggregation):
         logprobs = torch.log_softmax(logits / session.config.rollout.temperature, -1)
         chosen = logprobs.gather(-1, torch.tensor(s.row.completion_ids)[:, None]).squeeze(-1)
         losses = -(chosen - chosen.detach()).exp() * s.advantage
-        total = total + {
-            "sequence_mean_token_mean": losses.mean() / len(samples),
-            "token_mean": losses.sum() / num_tokens,
-            "fixed_length": losses.sum() / len(samples) / session.config.rollout.max_new_tokens,
-            "sequence_sum": losses.sum() / len(samples),
-        }[aggregation]
+        total = (
+            total
+            + {
+                "sequence_mean_token_mean": losses.mean() / len(samples),
+                "token_mean": losses.sum() / num_tokens,
+                "fixed_length": losses.sum() / len(samples) / session.config.rollout.max_new_tokens,
+                "sequence_sum": losses.sum() / len(samples),
+            }[aggregation]
+        )
     return total
 
 
@@ -62,7 +67,9 @@ def test_loss_and_gradient_equal_the_definition(made, aggregation, max_tokens):
     loss = 0.0
     signal = [i for i, s in enumerate(samples) if s.advantage != 0]
     assert 0 < len(signal) < len(samples)
-    for places in split_rows([samples[i] for i in signal], list(session.workflow.slots), max_tokens=max_tokens):
+    for places in split_rows(
+        [samples[i] for i in signal], list(session.workflow.slots), max_tokens=max_tokens
+    ):
         mine = [signal[i] for i in places]
         part, _ = session.updater._accumulate(
             [samples[i] for i in mine], [float(weights[i]) for i in mine], on_policy=True

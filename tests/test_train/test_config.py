@@ -24,7 +24,13 @@ SLOTS = {"generator/0": "generator", "generator/1": "generator", "aggregator/0":
         ("voting-shared-stack_code", "voting", "shared", "stack_code", "tiny"),
         ("Voting-IP-0.1M-Stack_Code", "voting", "isolated", "stack_code", "tiny"),
         ("eval_opt-sp-arithmetic-0.1m", "eval_opt", "shared", "arithmetic", "tiny"),
-        ("Orch-Workers-Isolated-arithmetic-0.6B", "orch_workers", "isolated", "arithmetic", "Qwen/Qwen3-0.6B"),
+        (
+            "Orch-Workers-Isolated-arithmetic-0.6B",
+            "orch_workers",
+            "isolated",
+            "arithmetic",
+            "Qwen/Qwen3-0.6B",
+        ),
         ("single-ip-stack-code-4b", "single", "isolated", "stack_code", "Qwen/Qwen3-4B"),
     ],
 )
@@ -100,7 +106,11 @@ def test_the_configuration_is_frozen_and_every_key_has_help():
         ("votng-sp-stack_code", [], "unknown workflow 'votng'. Did you mean 'voting'?"),
         ("voting-sp-stak_code", [], "unknown task 'stak_code'. Did you mean 'stack_code'?"),
         ("voting-sp-stack_code-9B", [], "unknown scale '9B'"),
-        ("demo", ["rollout.group_sze=3"], "unknown key 'rollout.group_sze'. Did you mean 'rollout.group_size'?"),
+        (
+            "demo",
+            ["rollout.group_sze=3"],
+            "unknown key 'rollout.group_sze'. Did you mean 'rollout.group_size'?",
+        ),
         ("demo", ["optim.lr=1"], "unknown key 'optim.lr'. Did you mean 'optim.learning_rate'?"),
         ("demo", ["train.learning_rate=1"], "Did you mean 'optim.learning_rate'?"),
         ("demo", ["rolout.group_size=3"], "unknown section 'rolout'. Did you mean 'rollout'?"),
@@ -135,7 +145,11 @@ def test_what_cannot_be_used_is_refused_in_one_line(source, overrides, message):
 
 def test_malformed_files(tmp_path):
     file = tmp_path / "bad.yaml"
-    for text, message in (("train: [", "not valid YAML"), ("- 1", "holds a list"), ("train: 3", "is 3, expected keys")):
+    for text, message in (
+        ("train: [", "not valid YAML"),
+        ("- 1", "holds a list"),
+        ("train: 3", "is 3, expected keys"),
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_config(file)

@@ -141,9 +141,7 @@ def test_rows_without_tokens_have_no_weight():
 def test_surrogate_on_policy_is_the_policy_gradient():
     logprobs = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
-    loss, clipped = clipped_surrogate(
-        logprobs, logprobs.detach(), weights, clip_low=0.2, clip_high=0.28
-    )
+    loss, clipped = clipped_surrogate(logprobs, logprobs.detach(), weights, clip_low=0.2, clip_high=0.28)
     loss.sum().backward()
     assert torch.equal(logprobs.grad, -weights[:, None].expand(3, 5))
     assert not clipped.any()

@@ -72,7 +72,9 @@ def test_training_one_role_leaves_the_other_bit_identical():
         if not torch.equal(value, after_step["aggregator"][key])
     ]
     assert len(changed) == 28
-    assert any(not torch.equal(before["generator"][k], after_step["generator"][k]) for k in before["generator"])
+    assert any(
+        not torch.equal(before["generator"][k], after_step["generator"][k]) for k in before["generator"]
+    )
 
 
 def test_a_map_routes_roles_and_slots():
@@ -87,7 +89,7 @@ def test_modules_that_do_not_exist_are_refused():
 
 
 def test_a_context_that_is_too_short_is_refused():
-    with pytest.raises(ConfigError, match="rollout.max_prompt_tokens"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens"):
         make("rollout.max_prompt_tokens=100000")
 
 

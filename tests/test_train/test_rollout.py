@@ -125,9 +125,7 @@ def test_a_reply_ends_at_any_end_token_or_is_cut(session):
 def test_inverse_cdf_has_the_right_frequencies_and_entropy():
     logits = torch.tensor([[1.0, -math.inf, 0.0, 2.0, -math.inf]])
     uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    tokens, logprobs, entropy = sample(
-        logits.expand(20_000, -1), uniforms, temperature=0.5, greedy=False
-    )
+    tokens, logprobs, entropy = sample(logits.expand(20_000, -1), uniforms, temperature=0.5, greedy=False)
     probabilities = torch.softmax(logits[0] / 0.5, -1)
     assert torch.bincount(tokens, minlength=5) / 20_000 == pytest.approx(probabilities, abs=1e-4)
     assert logprobs.exp() == pytest.approx(probabilities[tokens], abs=1e-6)

@@ -105,7 +105,9 @@ def test_the_first_minibatch_has_ratio_one_and_later_ones_drift(small):
     assert max(metrics["kl_rollout"].values()) < 1e-9
     assert max(metrics["kl_old"].values()) > 1e-6
     assert max(metrics["policy_lag"].values()) == pytest.approx(0.5, abs=0.5)
-    problems = [{sample.problem for sample in result.samples if sample.row.id in u.tokens} for u in result.updates]
+    problems = [
+        {sample.problem for sample in result.samples if sample.row.id in u.tokens} for u in result.updates
+    ]
     assert problems[0] <= {0, 1}
     assert problems[1] <= {2, 3}
     assert len(samples) == len(result.samples)
@@ -125,7 +127,9 @@ def test_probes_change_no_bit_of_the_weights(small, cell):
 
 
 def test_a_failing_probe_is_put_away_and_training_goes_on_the_same(small, monkeypatch):
-    plain, probed = (Session(small("voting-shared-stack_code", f"probes.enabled={on}")) for on in ("false", "true"))
+    plain, probed = (
+        Session(small("voting-shared-stack_code", f"probes.enabled={on}")) for on in ("false", "true")
+    )
 
     def fail(optimizer):
         raise ZeroDivisionError("planted")
@@ -149,6 +153,6 @@ def test_one_policy_trains_bit_identically_shared_and_isolated(small):
     for routing in ("shared", "isolated"):
         session = Session(small(f"single-{routing}-stack_code"))
         results = [session.train_step(step) for step in range(1, 6)]
-        ends.append([value for value in weights_of(session).values()])
+        ends.append(list(weights_of(session).values()))
         assert sum(result.metrics["episode_reward_mean"] for result in results) > 0
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

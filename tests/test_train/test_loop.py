@@ -1,0 +1,228 @@
+"""Whole runs: what they write, that they resume bit by bit, and how they end."""
+
+import gzip
+import json
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gradscope
+from gradscope.errors import ConfigError, RunFileError
+from gradscope.train import load_config, run
+from gradscope.train.checkpoint import checkpoint_steps, find_checkpoint
+from gradscope.train.loop import default_out
+from gradscope.train.sampler import training_indices
+
+CELLS = [
+    "single-shared-stack_code",
+    "voting-isolated-stack_code",
+    "eval_opt-shared-arithmetic",
+    "orch_workers-isolated-stack_code",
+]
+VOLATILE = {"wall_time", "seconds", "segment"}
+
+
+def numbers(tree):
+    """Everything in a run file that two equal runs must share."""
+    found = {}
+    for group in ("train", "updates", "rows", "eval"):
+        for name, variable in tree[group].data_vars.items():
+            if name not in VOLATILE:
+                found[f"{group}/{name}"] = variable.values
+    return found
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert np.array_equal(values, second[name], equal_nan=values.dtype.kind == "f"), name
+
+
+def assert_same_checkpoints(first, second):
+    assert first.name == second.name
+    for policy in (path.name for path in first.iterdir() if path.is_dir()):
+        weights, theirs = (load_file(p / policy / "adapter_model.safetensors") for p in (first, second))
+        assert all(torch.equal(value, theirs[key]) for key, value in weights.items())
+        state, other = (torch.load(p / policy / "optimizer.pt", weights_only=True) for p in (first, second))
+        for index, entries in state["state"].items():
+            assert all(torch.equal(value, other["state"][index][key]) for key, value in entries.items())
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_run_writes_what_the_schema_can_know(small, tmp_path, cell):
+    config = small(cell)
+    reports = []
+    result = run(config, out=tmp_path / "run", on_step=reports.append)
+    assert (result.step, result.interrupted) == (4, False)
+    assert [report.step for report in reports] == [0, 1, 2, 3, 4]
+    assert [len(report.evaluations) for report in reports] == [2, 0, 2, 0, 2]
+    tree = gradscope.open_run(tmp_path / "run")
+    train, slots = tree["train"], list(result_slots(config))
+    assert list(train["step"].values) == [1, 2, 3, 4]
+    assert list(tree["slot"].values) == slots
+    always = ["reward_mean", "advantage_abs_mean", "zero_advantage_fraction", "response_tokens_mean",
+              "response_tokens_p95", "truncated_fraction", "fallback_fraction", "violation_fraction",
+              "entropy", "perplexity", "num_tokens", "num_rows"]  # fmt: skip
+    first = slots[0]
+    for name in always:
+        assert np.isfinite(train[name].sel(slot=first)).all(), name
+    assert (train["num_rows"].sel(slot=first) == 12).all()
+    assert {"rollout", "update", "probes"} <= set(tree["phase"].values)
+    assert np.isfinite(train["loss"]).all()
+    updates = tree["updates"]
+    assert np.isfinite(updates["grad_norm"]).all()
+    assert (updates["skipped"] == 0).all()
+    for i in range(updates.sizes["update"]):
+        gram = updates["gram"].isel(update=i)
+        assert float(np.sqrt(gram.sum())) == pytest.approx(float(updates["grad_norm"][i]), rel=1e-5)
+    assert list(tree["eval"]["step"].values) == [0, 0, 2, 2, 4, 4]
+    assert list(tree["eval"]["num_total"].values) == [8] * 6
+    assert checkpoint_steps(tmp_path / "run") == [0, 2, 4]
+
+
+def result_slots(config):
+    from gradscope.train.config.plugins import build_workflow
+
+    return build_workflow(config.workflow).slots
+
+
+def test_the_run_directory(small, tmp_path):
+    folder = tmp_path / "run"
+    run(small(), out=folder)
+    assert load_config(folder / "config.yaml") == small()
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    files = sorted(path.name for path in (folder / "episodes").iterdir())
+    assert files == ["step_000001.jsonl.gz", "step_000003.jsonl.gz"]
+    text = gzip.decompress((folder / "episodes" / files[1]).read_bytes()).decode()
+    episodes = [json.loads(line) for line in text.splitlines()]
+    assert len(episodes) == 8
+    rows = {row["row_id"]: row for episode in episodes for row in episode["rows"]}
+    recorded = gradscope.open_run(folder)["rows"].to_dataset()
+    mine = recorded.where(recorded["step"] == 3, drop=True)
+    assert set(mine["row_id"].values) == set(rows)
+    for row_id, advantage in zip(mine["row_id"].values, mine["advantage"].values, strict=True):
+        assert rows[row_id]["advantage"] == advantage
+    assert all(row["prompt"].startswith("<") for row in rows.values())
+
+
+def test_episodes_stop_when_their_room_is_used(small, tmp_path):
+    run(small("voting-isolated-stack_code", "run.episodes_max_megabytes=1e-6"), out=tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "episodes").iterdir()] == ["step_000001.jsonl.gz"]
+
+
+def test_resumed_equals_uninterrupted(small, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(small("voting-isolated-stack_code", "train.steps=6"), out=whole)
+    run(small("voting-isolated-stack_code", "train.steps=2"), out=parts)
+    result = run(small("voting-isolated-stack_code", "train.steps=6"), out=parts, resume=True)
+    assert result.step == 6
+    assert_same_checkpoints(find_checkpoint(whole), find_checkpoint(parts))
+    trees = [gradscope.open_run(folder) for folder in (whole, parts)]
+    assert_same(*map(numbers, trees))
+    events = trees[1]["events"]
+    assert "resume" in events["kind"].values
+    (change,) = events["message"].values[events["kind"].values == "config_change"]
+    assert change == "changed: train.steps 2 -> 6"
+
+
+def test_resuming_after_a_crash_drops_what_came_after_the_checkpoint(small, tmp_path):
+    config = small("voting-shared-stack_code", "train.steps=5")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(config, out=whole)
+
+    def die(report):
+        if report.step == 3:
+            raise RuntimeError("power failure")
+
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(config, out=broken, on_step=die)
+    assert find_checkpoint(broken).name == "step_000002"
+    assert list(gradscope.open_run(broken)["train"]["step"].values) == [1, 2, 3]
+    run(config, out=broken, resume=True)
+    assert_same(*(numbers(gradscope.open_run(folder)) for folder in (whole, broken)))
+    assert_same_checkpoints(find_checkpoint(whole), find_checkpoint(broken))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_so_that_it_can_go_on(small, tmp_path, number):
+    before = signal.getsignal(number)
+
+    def ask_to_stop(report):
+        if report.step == 1:
+            signal.raise_signal(number)
+
+    config = small("voting-isolated-stack_code", "train.checkpoint_every=0", "evaluate.every=0")
+    result = run(config, out=tmp_path, on_step=ask_to_stop)
+    assert result.interrupted
+    assert signal.getsignal(number) == before
+    assert find_checkpoint(tmp_path).name == f"step_{result.step:06d}"
+    assert 1 <= result.step <= 2
+    finished = run(config, out=tmp_path, resume=True)
+    assert (finished.step, finished.interrupted) == (4, False)
+    assert list(gradscope.open_run(tmp_path)["train"]["step"].values) == [1, 2, 3, 4]
+
+
+def test_a_run_in_a_thread_catches_no_signal(small, tmp_path):
+    results = []
+    config = small("single-shared-stack_code", "train.steps=1", "evaluate.every=0")
+    thread = threading.Thread(target=lambda: results.append(run(config, out=tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert results[0].step == 1
+
+
+def test_a_taken_folder_is_refused_before_any_work(small, tmp_path):
+    config = small("single-shared-stack_code", "train.steps=1", "evaluate.every=0")
+    run(config, out=tmp_path / "run")
+    missing = small("single-shared-stack_code", "model.path=/no/such/model")
+    with pytest.raises(RunFileError, match=r"holds a run already\. Add --resume"):
+        run(missing, out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run(missing, out=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    changed = small("single-shared-stack_code", "policy.rank=4")
+    with pytest.raises(RunFileError, match="does not fit the model and adapters"):
+        run(changed, out=tmp_path / "run", resume=True)
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+
+
+def test_dropped_episodes_are_an_event_and_no_crash(small, tmp_path):
+    config = small("voting-isolated-stack_code", "rollout.max_prompt_tokens=5", "train.steps=2")
+    result = run(config, out=tmp_path / "run")
+    assert result.step == 2
+    tree = gradscope.open_run(tmp_path / "run")
+    assert list(tree["events"]["kind"].values).count("dropped_episodes") == 2
+    assert np.isnan(tree["train"]["episode_reward_mean"]).all()
+    assert all(evaluation.num_dropped == 8 for evaluation in result.evaluations)
+    assert all(evaluation.accuracy == 0 for evaluation in result.evaluations)
+
+
+def test_threads_are_put_back(small, tmp_path):
+    before = torch.get_num_threads()
+    config = small("single-shared-stack_code", "train.steps=1", "evaluate.every=0", "train.threads=2")
+    run(config, out=tmp_path / "run")
+    assert torch.get_num_threads() == before
+
+
+def test_names_of_runs(small):
+    assert str(default_out(small())) == "runs/voting-isolated-stack_code-seed0"
+    mapped = small("voting-shared-stack_code", "policy.routing={generator: a, aggregator: b}")
+    assert str(default_out(mapped)) == "runs/voting-mapped-stack_code-seed0"
+
+
+def test_which_problems_a_step_plays():
+    seen = [training_indices(0, step, 3, total=7) for step in range(1, 8)]
+    flat = [index for step in seen for index in step]
+    assert sorted(flat[:7]) == sorted(flat[7:14]) == sorted(flat[14:]) == list(range(7))
+    assert flat[:7] != flat[7:14]
+    assert training_indices(0, 4, 3, total=7) == seen[3]
+    endless = training_indices(0, 1, 6, total=None)
+    assert endless == training_indices(0, 1, 6, total=None)
+    assert not set(endless) & set(training_indices(1, 1, 6, total=None))
