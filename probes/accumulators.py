@@ -72,6 +72,7 @@ class SlotAccumulators:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self._dtypes: set[torch.dtype] = set()
         self.eps = max(torch.finfo(parameter.dtype).eps for parameter in policy.covered.values())
         self._seen: set[int] = set()
         self._blocks: list[Block] = []
@@ -80,7 +81,8 @@ class SlotAccumulators:
 
     def stacked(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns the sums `[K, *shape]` of a parameter, to be added to."""
-        self._allocate()
+        if not self._blocks:
+            self._allocate()
         self._seen.add(id(parameter))
         return self._slots[id(parameter)]
 
@@ -92,7 +94,9 @@ class SlotAccumulators:
 
     def note_precision(self, dtype: torch.dtype) -> None:
         """Remembers the rounding step of the coarsest type that went into the sums."""
-        self.eps = max(self.eps, torch.finfo(dtype).eps)
+        if dtype not in self._dtypes:
+            self._dtypes.add(dtype)
+            self.eps = max(self.eps, torch.finfo(dtype).eps)
 
     @property
     def empty(self) -> bool:

@@ -87,9 +87,7 @@ class Tap:
         try:
             if rows_unknown:
                 raise ProbeError(REENTRANT.format(name=self.target.name))
-            with torch.no_grad():
-                sums = self.collector.sums[self.target.policy]
-                add_products(self.target, wanted, batch, sums, x, dy)
+            add_products(self.target, wanted, batch, self.collector.sums[self.target.policy], x, dy)
         except Exception as error:  # raised by step(), never inside a backward
             self.collector.fail(
                 str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
@@ -112,5 +110,5 @@ class _Identity(torch.autograd.Function):
         (dy,) = gradients
         tap, batch, wanted, rows_unknown = ctx.details
         if dy is not None and (batch is not None or rows_unknown):
-            tap.collect(batch, wanted, ctx.saved_tensors[0], dy, rows_unknown)
+            tap.collect(batch, wanted, ctx.saved_tensors[0], dy.detach(), rows_unknown)
         return dy, None, None, None, None, None

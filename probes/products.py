@@ -154,8 +154,9 @@ def _embedding(
     plan = batch.plan(into.policy.slots, dy.device)
     ids_NS = _ordered(ids, plan).reshape(len(batch), -1)
     dy_NSO = _ordered(dy, plan).reshape(len(batch), -1, dy.shape[-1])
-    if module.padding_idx is not None:
-        dy_NSO = dy_NSO.masked_fill((ids_NS == module.padding_idx).unsqueeze(-1), 0.0)
+    padding = module.padding_idx
+    if isinstance(padding, int):  # its row has no gradient
+        dy_NSO = dy_NSO.masked_fill(torch.eq(ids_NS, padding).unsqueeze(-1), 0.0)
     weight_K = into.separate(weight)
     for piece in plan.pieces:
         rows = slice(piece.start, piece.stop)
