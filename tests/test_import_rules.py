@@ -123,7 +123,7 @@ def test_importing_the_package_loads_neither_numpy_nor_torch():
 
 def test_diagnose_works_where_torch_is_not_installed(tmp_path):
     run = tmp_path / "run"
-    absent = ["torch", "transformers", "peft", "safetensors", "pydantic", "matplotlib", "seaborn", "jinja2"]
+    absent = ["torch", "transformers", "peft", "safetensors", "matplotlib", "seaborn", "jinja2"]
     script = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({absent!r}))\n"  # None there makes an import fail
