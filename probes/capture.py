@@ -8,6 +8,7 @@ first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ class Collector:
         recomputed: Rows of a checkpointed stretch that is being recomputed; None elsewhere.
         sums: Accumulators by policy.
         failure: Why collecting stopped; None while all is well.
+        seconds: Host time spent on slot gradients inside backward passes.
     """
 
     def __init__(self, sums: Mapping[str, SlotAccumulators]) -> None:
@@ -42,6 +44,7 @@ class Collector:
         self.recomputed: RowBatch | None = None
         self.sums = dict(sums)
         self.failure: str | None = None
+        self.seconds = 0.0
 
     def fail(self, message: str) -> None:
         """Stops collecting; the first message is the one that `step` raises."""
@@ -84,6 +87,7 @@ class Tap:
         """Adds the slot gradients of one call of the module; never raises."""
         if self.collector.failure is not None:
             return
+        begin = time.perf_counter()
         try:
             if rows_unknown:
                 raise ProbeError(REENTRANT.format(name=self.target.name))
@@ -92,6 +96,7 @@ class Tap:
             self.collector.fail(
                 str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
             )
+        self.collector.seconds += time.perf_counter() - begin
 
 
 class _Identity(torch.autograd.Function):

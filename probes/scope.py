@@ -55,6 +55,11 @@ class Scope:
         return bool(self._handles)
 
     @property
+    def backward_seconds(self) -> float:
+        """Host time spent on slot gradients inside backward passes since `attach`."""
+        return self._collector.seconds
+
+    @property
     def waiting(self) -> tuple[str, ...]:
         """Policies with rows since their last `step`; the others have no update to measure."""
         return tuple(policy for policy, batches in self._waiting.items() if batches)

@@ -215,6 +215,24 @@ def test_packed_padding_belongs_to_no_slot(nano):
     check(nano, model, [batch], run=run)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("rows_per_slot", [UNEVEN, (2, 2, 2, 2)])
+def test_on_a_gpu(nano, full, rows_per_slot):
+    model = (nano.model() if full else nano.lora()).cuda()
+    batch = nano.shuffled(rows_per_slot)
+    moved = type(batch)(batch.ids.cuda(), batch.attention.cuda(), batch.weights.cuda(), batch.slots)
+    check(nano, model, [moved])
+    with probes.attach(model, nano.slots) as scope:
+
+        def loss_of_rows(mask):
+            with scope.rows(moved.slots):
+                losses = nano.row_losses(model, moved)
+            return (losses * mask.cuda()).sum()
+
+        assert scope.verify(loss_of_rows, moved.slots).relative_error <= EXACT
+
+
 def test_one_adapter_for_each_role(nano):
     model, batch = nano.lora(adapters=("generator", "aggregator")), nano.shuffled(UNEVEN)
     policies = {"generator": "generator", "aggregator": "aggregator"}

@@ -119,6 +119,18 @@ def test_counts_sum_over_micro_batches():
     np.testing.assert_equal(counts["loss_weight"], [np.nan, 0.2])
 
 
+def test_a_micro_batch_whose_forward_failed_is_not_counted():
+    model = mlp()
+    with probes.attach(model, PAIR) as scope:
+        with pytest.raises(MemoryError), scope.rows(["judge/0"]):
+            raise MemoryError
+        run(scope, model, ["solver/0"])
+        before = scope.backward_seconds
+        record = scope.step(sgd(model))
+    assert record.counts["num_rows"].tolist() == [1, 0]
+    assert before > 0
+
+
 def test_each_update_starts_from_nothing():
     model = mlp()
     with probes.attach(model, PAIR) as scope:
@@ -200,6 +212,26 @@ def test_dora_magnitudes_are_uncovered_and_the_rest_is_measured(nano):
     for slot, parts in found.items():
         own = {name: expected[slot][name] for name in parts}
         assert nano.gradient_error({slot: parts}, {slot: own}) <= 1e-12
+
+
+def test_lora_on_embeddings_is_uncovered_and_the_rest_is_measured(nano):
+    untied = nano.model(tie_word_embeddings=False)
+    model = nano.lora(model=untied, target_modules=["embed_tokens", "q_proj"])
+    batch = nano.shuffled((3, 2, 4, 1))
+    expected = nano.separate(model, [batch])
+    with pytest.warns(UserWarning, match="2 trainable parameters are not covered"):
+        scope = probes.attach(model, nano.slots)
+    with scope.rows(batch.slots):
+        loss = nano.loss(model, batch)
+    loss.backward()
+    found = {slot: scope.slot_gradients(slot) for slot in nano.slots}
+    record = scope.step(sgd(model))
+    scope.detach()
+    assert len(record.coverage) == 2
+    assert all("lora_embedding" in name for name in record.coverage)
+    covered = {slot: {name: parts[name] for name in found[slot]} for slot, parts in expected.items()}
+    assert nano.gradient_error(found, covered) <= 1e-12
+    assert nano.gram_error(record.gram, nano.gram(covered)) <= 1e-12
 
 
 @pytest.mark.parametrize(
