@@ -20,7 +20,7 @@ from gradscope.figures.measures import (
     several_slots,
     window_steps,
 )
-from gradscope.figures.panels import legend_below, panel_grid, title_row
+from gradscope.figures.panels import legend_below, panel_grid, settle_layout, title_row
 from gradscope.figures.style import COLUMN_WIDTH, FULL_WIDTH, paper_style
 
 COLOURS = "RdBu_r"
@@ -56,12 +56,13 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
     with paper_style():
         figure, grid = panel_grid(
             -(-len(cells) // cells_per_row), 2 * cells_per_row, width=width,
-            row_height=side + NAME_LENGTH + 0.35, legend_lines=3,
+            row_height=side + NAME_LENGTH + 0.4, legend_lines=3,
         )  # fmt: skip
         tables, images, reasons = [], [], set()
         pairs = grid.reshape(-1, 2)
         for pair, cell in zip(pairs, cells, strict=False):
-            title_row(pair, f"{cell.name}, {cell.size}", [_span(cell, window) for window in WINDOWS])
+            spans = [_span(cell, window) for window in WINDOWS]
+            title_row(pair, f"{cell.name}, {cell.size}", spans, num_columns=2 * cells_per_row)
             for axes, window in zip(pair, WINDOWS, strict=True):
                 per_run = [pooled_cosines(run, window_steps(run, window)) for run in cell.runs]
                 tables.append(_table(cell, window, per_run))
@@ -71,13 +72,15 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         for axes in pairs[len(cells) :].flat:
             axes.set_axis_off()
         bar = figure.colorbar(
-            images[0], ax=list(grid.flat), shrink=min(side, BAR_HEIGHT) / figure.get_figheight(), aspect=20
+            images[0], ax=list(grid.flat), shrink=min(side, BAR_HEIGHT) / figure.get_figheight(), aspect=12
         )
         bar.set_label("Cosine")
+        bar.set_ticks([-1, 0, 1])
         bar.outline.set_visible(False)
         legend_below(
             figure, [patch for reason, patch in _patches().items() if reason in reasons], _note(cells)
         )
+        settle_layout(figure)
     return Drawing(figure, stack(tables))
 
 

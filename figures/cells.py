@@ -18,6 +18,7 @@ HOW_IT_RAN = {
 }  # fmt: skip
 """Sections and keys of a configuration that do not change what is learned, beside every key called `seed`."""
 ROUTING = "policy.routing"
+RUN_ID_LENGTH = 8
 SIZE = re.compile(r"\d+(?:\.\d+)?[MB]\b", re.IGNORECASE)
 
 
@@ -26,7 +27,7 @@ class Cell:
     """Runs of one workflow, policy layout, model scale, task and settings.
 
     Attributes:
-        setting: The cell's name without its policy layout, as in `Voting-0.6B-Math`; a run id without config.
+        setting: The cell's name without its policy layout, as in `Voting-0.6B-Math`; its id without config.
         layout: `SP` (one policy for all roles), `IP` (one a role), else the map in words.
         name: The cell's name, as in `Voting-IP-0.6B-Math`.
         runs: Its runs, in the order given.
@@ -119,10 +120,12 @@ def _cell_names(runs: Sequence[xr.DataTree]) -> list[tuple[str, str, str]]:
 
 
 def _words(run: xr.DataTree) -> list[str]:
-    """Returns workflow, scale and task; the run's id where it has no configuration."""
+    """Returns workflow, scale and task; without those the whole configuration, without one the run's id."""
     config = _config(run)
     words = [_title(_plugin(config, "workflow")), _scale(config), _title(_plugin(config, "task"))]
-    return [word for word in words if word] or [str(run.attrs.get("run_id", "run"))]
+    if any(words):
+        return [word for word in words if word]
+    return [", ".join(f"{key}={value}" for key, value in _settings(run).items())]
 
 
 def _refuse_repeats(runs: Sequence[xr.DataTree]) -> None:
@@ -150,7 +153,7 @@ def _settings(run: xr.DataTree) -> dict[str, str]:
         section, leaf = key.partition(".")[0], key.rpartition(".")[2]
         if leaf != "seed" and not {key, section} & HOW_IT_RAN:
             kept[key] = value
-    return kept or {"run_id": str(run.attrs.get("run_id", "run"))}
+    return kept or {"run": str(run.attrs.get("run_id", ""))[:RUN_ID_LENGTH]}
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -97,12 +97,15 @@ def smoothing_window(cell: Cell) -> int:
 def series_note(cells: Sequence[Cell], *, mean: str = "mean") -> str:
     """Returns the sentences of the legend that say what dots, lines and bands are."""
     windows = {smoothing_window(cell) for cell in cells}
+    alone = all(len(cell.runs) == 1 for cell in cells)
+    if alone and max(windows) == 1:
+        return "Every step as measured, nothing smoothed. One seed."
     if max(windows) == 1:
         line = f"Lines: the {mean}, not smoothed"
     else:
         some = f" (where a run has at least {SHORTEST_SMOOTHED})" if min(windows) == 1 else ""
         line = f"Lines: running {mean} over {max(windows)} steps{some}"
-    if all(len(cell.runs) == 1 for cell in cells):
+    if alone:
         return f"Dots: single steps. {line}. One seed."
     return f"Dots: single runs. {line}, averaged over seeds, with its 95 % interval."
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ CHARACTERS_PER_INCH = 17
 """Of the legend's text, at its size."""
 KEY_CHARACTERS = 7
 """Room that an entry's line and gaps take."""
+MOST_DRAWINGS = 10
 TITLE_CHARACTERS_PER_INCH = 13
 LABEL_CHARACTERS = 22
 """Of a y label in one line beside a panel."""
@@ -47,21 +49,25 @@ def axis_label(attributes: Mapping[str, Any], fallback: str) -> str:
     return textwrap.fill(label, LABEL_CHARACTERS)
 
 
-def title_row(row: NDArray[Any], heading: str, subtitles: Sequence[str] = ()) -> None:
+def title_row(
+    row: NDArray[Any], heading: str, subtitles: Sequence[str] = (), *, num_columns: int | None = None
+) -> None:
     """Puts a heading over a row of panels, and a subtitle over each if there are any.
 
     The first panel carries the heading; the others get as many empty lines, so that all panels align.
+    `num_columns` is that of the figure, where the row is only a part of it.
     """
-    lines = textwrap.wrap(heading, int(_width(row[0]) * TITLE_CHARACTERS_PER_INCH))
+    width = _width(row[0]) * TITLE_CHARACTERS_PER_INCH * row.size / (num_columns or row.size)
+    lines = textwrap.wrap(heading, int(width))
     for place, axes in enumerate(row):
         own = lines if place == 0 else [""] * len(lines)
-        axes.set_title("\n".join([*own, *subtitles[place : place + 1]]))
+        axes.set_title("\n".join([*own, *subtitles[place : place + 1]]), loc="left")
 
 
 def panel_title(axes: Axes, title: str, *, num_columns: int) -> None:
     """Puts a title over a panel, broken so that it does not run into the next one."""
     width = _width(axes) * TITLE_CHARACTERS_PER_INCH / num_columns
-    axes.set_title(textwrap.fill(title, int(width)))
+    axes.set_title(textwrap.fill(title, int(width)), loc="left")
 
 
 def log_axis(axes: Axes) -> None:
@@ -77,6 +83,23 @@ def step_axis(axes: Axes, *, label: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if label:
         axes.set_xlabel("Training step")
+
+
+def settle_layout(figure: Figure) -> None:
+    """Places panels of fixed aspect for good, side by side without the gaps that their aspect leaves.
+
+    They move a little at every drawing until the layout has settled, and a figure must
+    not depend on how often it was drawn before.
+    """
+    figure.set_layout_engine("compressed")
+    before = None
+    for _ in range(MOST_DRAWINGS):
+        figure.draw_without_rendering()
+        after = [axes.get_position().bounds for axes in figure.axes]
+        if before is not None and np.allclose(before, after, rtol=0, atol=1e-4):
+            break
+        before = after
+    figure.set_layout_engine("none")
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist], note: str) -> None:

@@ -49,7 +49,7 @@ _OTHER_LAYOUT_LOOKS = (Look("0.45", "^", (0, (1, 1))), Look("0.6", "v", (0, (4, 
 
 
 def paper_style() -> AbstractContextManager[None]:
-    """Returns a context in which the style sheet rules over matplotlib's defaults, not the user's settings."""
+    """Returns a context of the style sheet over matplotlib's defaults, whatever the user's settings are."""
     return matplotlib.rc_context(fname=str(STYLE_SHEET))
 
 

@@ -1,0 +1,62 @@
+"""`gradscope figures`: which files it writes, what it skips and what it refuses."""
+
+import pytest
+
+from gradscope import cli
+from gradscope.figures import FIGURES
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["figures", *map(str, arguments)])
+    return stop.value.code
+
+
+def test_all_figures_are_written_in_three_forms_and_old_ones_replaced(shared, isolated, tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    out.mkdir(parents=True)
+    (out / "accuracy.csv").write_text("old")
+    assert call(*[path for _, _, path in [*shared, *isolated]], "-o", out) == 0
+    names = {f"{name}.{kind}" for name in FIGURES.names() for kind in ("pdf", "png", "csv")}
+    assert {file.name for file in out.iterdir()} == names
+    assert (out / "accuracy.csv").read_text().startswith("cell,dataset,evaluated,step,")
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert [line.partition(":")[0] for line in captured.out.splitlines()] == FIGURES.names()
+
+
+def test_a_figure_without_inputs_is_skipped_with_the_reason(build, tmp_path, capsys):
+    _, _, path = build("IP", 0, num_steps=3, gradients=False)
+    assert call(path, "-o", tmp_path) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"accuracy.pdf", "accuracy.png", "accuracy.csv"}
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("gradscope: figure 'gradient_norms' skipped: no run holds gradients")
+
+
+def test_only_draws_what_was_named(shared, tmp_path):
+    assert call(shared[0][2] / "run.h5", "-o", tmp_path, "--only", "alignment") == 0
+    assert {file.stem for file in tmp_path.iterdir()} == {"alignment"}
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ("shares", "figure 'shares' cannot be drawn: no policy of these runs is shared by two or more roles"),
+        ("share", "unknown figure 'share'. Did you mean 'shares'?"),
+    ],
+)
+def test_only_of_what_cannot_be_drawn_is_an_error(only, message, build, tmp_path, capsys):
+    _, _, path = build("IP", 0, num_steps=3)
+    assert call(path, "-o", tmp_path / "out", "--only", only) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert call(tmp_path / "nothing", "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "nothing" in error
+    assert error.count("\n") == 1
