@@ -38,6 +38,30 @@ def route_slots(
     adapters = adapter_names(model)
     if policies is None:
         return dict.fromkeys(slots, _only_policy(model, adapters))
+    _check_keys(slots, policies)
+    routing = {}
+    for slot, role in slots.items():
+        policy = policies.get(slot, policies.get(role))
+        if policy is None:
+            raise ProbeError(
+                f"attach(): slot '{slot}' has no policy; add it or its role '{role}' to policies."
+            )
+        if adapters and policy not in adapters:
+            raise ProbeError(
+                f"attach(): slot '{slot}' is routed to the unknown policy '{policy}'."
+                f"{nearest(policy, adapters)} Adapters of the model: {', '.join(adapters)}."
+            )
+        routing[slot] = policy
+    found = dict.fromkeys(routing.values())
+    if not adapters and len(found) > 1:
+        raise ProbeError(
+            f"attach(): policies names {len(found)} policies ({', '.join(found)}), but the model has no "
+            "adapters to tell them apart. Use one policy, or attach one probe to each model."
+        )
+    return routing
+
+
+def _check_keys(slots: Mapping[str, str], policies: Mapping[str, str]) -> None:
     known = [*slots, *dict.fromkeys(slots.values())]
     for key in policies:
         if key not in known:
@@ -45,25 +69,6 @@ def route_slots(
                 f"attach(): policies has the key '{key}', neither a role nor a slot.{nearest(key, known)} "
                 f"Allowed: {', '.join(known)}."
             )
-    routing = {slot: policies.get(slot, policies.get(role)) for slot, role in slots.items()}
-    allowed = set(adapters) if adapters else None
-    for slot, policy in routing.items():
-        if policy is None:
-            raise ProbeError(
-                f"attach(): slot '{slot}' has no policy; add it or its role '{slots[slot]}' to policies."
-            )
-        if allowed is not None and policy not in allowed:
-            raise ProbeError(
-                f"attach(): slot '{slot}' is routed to the unknown policy "
-                f"'{policy}'.{nearest(policy, adapters)} Adapters of the model: {', '.join(adapters)}."
-            )
-    found = {policy for policy in routing.values() if policy is not None}
-    if not adapters and len(found) > 1:
-        raise ProbeError(
-            f"attach(): policies names {len(found)} policies ({', '.join(sorted(found))}), but the model has "
-            "no adapters to tell them apart. Use one policy, or attach one probe to each model."
-        )
-    return {slot: policy for slot, policy in routing.items() if policy is not None}
 
 
 def _only_policy(model: nn.Module, adapters: tuple[str, ...]) -> str:
