@@ -51,7 +51,7 @@ def _assign(column: Column, position: int, variable: Variable, value: Any, layou
             if found is not None:
                 column[position, index[label]] = fitted(found, variable)
     elif variable.dtype == "str":
-        column[position] = str(value)
+        column[position] = text(value)
     elif column.ndim > 1:
         column[position] = value
     elif (found := number(value)) is not None:
@@ -66,6 +66,11 @@ def number(value: Any) -> float | None:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def text(value: Any) -> str:
+    """Returns a text that HDF5 can hold: no NUL, no half of a surrogate pair; such become U+FFFD."""
+    return str(value).encode("utf-8", "surrogatepass").decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
 def fitted(values: Any, variable: Variable) -> Any:

@@ -6,7 +6,6 @@ their compaction do no harm, since the file says up to which record it is comple
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,17 +15,18 @@ from gradscope.runfile import store
 from gradscope.runfile.batch import join
 from gradscope.runfile.content import Content
 from gradscope.runfile.journal import sync_directory
-from gradscope.runfile.load import empty_content, pending_rows, read_file, read_head, read_journal
+from gradscope.runfile.load import Pending, empty_content, pending_rows, read_file, read_head, read_journal
 from gradscope.runfile.paths import RunPaths
 
 
-def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any]) -> int:
+def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any], most_spread: float = 2.0) -> int:
     """Folds all journals numbered below `before` into the run file and deletes them.
 
     Args:
         paths: Of the run.
         before: Number of the journal that is still written to.
         attributes: Root attributes to set.
+        most_spread: How many times the size of its data the file may have before it is made anew.
 
     Returns:
         How many numbered records were found nowhere, lost to damage of a journal.
@@ -40,16 +40,24 @@ def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any]) -> i
     base = empty_content(journals) if is_first else read_head(paths.file)
     rows = pending_rows(journals, base)
     attributes = {**attributes, "journal_sequence": rows.last_sequence}
-    name = str(paths.temporary)
-    if is_first or rows.layout.identity != base.layout.identity:
-        whole = base if is_first else read_file(paths.file)
-        data = store.image(whole.with_rows(rows.batches, rows.layout, attributes), name=name)
-    else:
-        before_bytes = paths.file.read_bytes()
-        data = store.grown(before_bytes, join(rows.batches, rows.layout), rows.layout, attributes, name=name)
-    publish(paths, data)
+    publish(paths, _merged(paths, base, rows, attributes, most_spread=most_spread))
     delete(closed.values())
     return rows.num_missing
+
+
+def _merged(
+    paths: RunPaths, base: Content, rows: Pending, attributes: Mapping[str, Any], *, most_spread: float
+) -> bytes:
+    """Returns the run file with rows added: grown where that does, else made anew."""
+    name = str(paths.temporary)
+    exists = paths.file.exists()
+    if exists and rows.layout.identity == base.layout.identity:
+        added = join(rows.batches, rows.layout)
+        grown = store.grown(paths.file.read_bytes(), added, rows.layout, attributes, name=name)
+        if grown.spread <= most_spread:
+            return grown.data
+    whole = read_file(paths.file) if exists else base
+    return store.image(whole.with_rows(rows.batches, rows.layout, attributes), name=name)
 
 
 def replace(paths: RunPaths, content: Content) -> None:
@@ -71,8 +79,9 @@ def publish(paths: RunPaths, data: bytes) -> None:
     """
     try:
         with open(paths.temporary, "wb", buffering=0) as file:
-            if file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, "no room for the run file", str(paths.temporary))
+            rest = memoryview(data)
+            while rest:  # one call writes at most 2 GB, or up to where the disk is full; then the next raises
+                rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
         os.replace(paths.temporary, paths.file)
     except BaseException:

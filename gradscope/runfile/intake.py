@@ -12,7 +12,7 @@ import numpy as np
 
 from gradscope.errors import nearest
 from gradscope.runfile.batch import Batch
-from gradscope.runfile.columns import Placed, Row, columns_of, number
+from gradscope.runfile.columns import Placed, Row, columns_of, number, text
 from gradscope.runfile.layout import Layout, user_variable
 from gradscope.runfile.update import UpdateRecord
 from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, MIRROR_DIMS, NUMBERED_DIMS, TABLES, Variable
@@ -186,7 +186,7 @@ class Intake:
     def _fits(self, variable: Variable, value: Any) -> bool:
         if len(variable.dims) == 1:
             return number(value) is not None
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        if not isinstance(value, Mapping) or not all(key == text(key) for key in value):
             return False
         if variable.dims[1] == "phase":
             self.layout = self.layout.with_labels("phase", value)
@@ -233,13 +233,13 @@ class Intake:
             row[variable.name] = value if is_number else str(value)
 
     def _user_variable(self, table: str, name: str, dims: tuple[str, ...], dtype: str) -> Variable | None:
-        stored = name.replace("/", ".").strip(". ") or "unnamed"
+        stored = text(name).replace("/", ".").strip(". ") or "unnamed"
         other = next(user for user in self.layout.user if user != table)
         if stored in _RESERVED or self.layout.variable(other, stored):
             stored += "_of_" + TABLES[table].dim
         known = self.layout.variable(table, stored)
         if known is None:
-            known = user_variable(stored, dims, dtype, name)
+            known = user_variable(stored, dims, dtype, text(name))
             self.layout = self.layout.with_user(table, known)
             schema_names = [v.name for group in ("train", "updates") for v in TABLES[group].variables]
             hint = nearest(name, schema_names)

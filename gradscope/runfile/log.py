@@ -17,6 +17,7 @@ from gradscope.runfile.resume import Start
 _COMPACT_AT_LEAST = 64
 _COMPACT_FRACTION = 0.1
 _MAX_WAITING = 4096
+_FINAL_SPREAD = 1.2
 
 Trouble = tuple[str, str]
 """Kind of event and sentence."""
@@ -105,9 +106,10 @@ class RunLog:
         self._journal.close()
         final = {**self._attributes, **attributes}
         try:
-            self._note_missing(
-                compaction.compact(self._paths, before=self._journal.number + 1, attributes=final)
+            num_missing = compaction.compact(
+                self._paths, before=self._journal.number + 1, attributes=final, most_spread=_FINAL_SPREAD
             )
+            self._note_missing(num_missing)
         except Exception as error:  # as above
             self._note_failure(error)
 

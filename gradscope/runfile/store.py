@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -23,6 +24,9 @@ _CHUNK_BYTES = 65_536
 _LONGEST_CHUNK = 4096
 _WIDE_ROW_BYTES = 512
 _WIDE_CHUNK = 64
+_DATASET_BYTES = 3000
+_TEXT_BYTES = 48
+"""What a dataset takes besides its chunks, and an average text."""
 
 Scales = dict[str, h5py.Dataset]
 
@@ -48,8 +52,22 @@ def image(content: Content, *, name: str) -> bytes:
         return _finished(file)
 
 
-def grown(before: bytes, batch: Batch, layout: Layout, attributes: Mapping[str, Any], *, name: str) -> bytes:
-    """Returns the bytes of a file that has exactly this layout with rows appended; otherwise as `image`."""
+@dataclass(frozen=True)
+class Grown:
+    """A file with rows appended.
+
+    Attributes:
+        data: Its bytes.
+        spread: Its size over that of what it holds, about 1 when freshly made. HDF5 leaves holes where the
+            last chunk of a variable has been compressed anew.
+    """
+
+    data: bytes
+    spread: float
+
+
+def grown(before: bytes, batch: Batch, layout: Layout, attributes: Mapping[str, Any], *, name: str) -> Grown:
+    """Returns a file that has exactly this layout with rows appended; otherwise as `image`."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(max(_CHUNK_BYTES, len(before) // 4), backing_store=False)
     access.set_file_image(before)
@@ -57,7 +75,21 @@ def grown(before: bytes, batch: Batch, layout: Layout, attributes: Mapping[str, 
         _write_attributes(file, attributes)
         scales = {dim: file[dim] for dim in layout.coordinates()}
         _append_tables(file, batch, layout, scales)
-        return _finished(file)
+        data = _finished(file)
+        return Grown(data, len(data) / _used_bytes(file))
+
+
+def _used_bytes(file: h5py.File) -> int:
+    """Returns about how large a fresh file with the same data is."""
+    sizes: list[int] = []
+
+    def add(_: str, node: h5py.Dataset | h5py.Group) -> None:
+        if isinstance(node, h5py.Dataset):
+            text = _TEXT_BYTES * len(node) if h5py.check_string_dtype(node.dtype) else 0
+            sizes.append(_DATASET_BYTES + node.id.get_storage_size() + text)
+
+    file.visititems(add)
+    return sum(sizes)
 
 
 def _finished(file: h5py.File) -> bytes:
