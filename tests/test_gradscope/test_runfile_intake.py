@@ -4,6 +4,7 @@ import json
 import warnings
 
 import numpy as np
+import pytest
 
 from gradscope.runfile import RunWriter, UpdateRecord, open_run
 
