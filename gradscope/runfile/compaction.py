@@ -68,7 +68,7 @@ def replace(paths: RunPaths, content: Content) -> None:
     """
     journals = list(paths.journals().values())
     publish(paths, store.image(content, name=str(paths.temporary)))
-    delete(journals)
+    delete([*journals, *paths.left_behind()])
 
 
 def publish(paths: RunPaths, data: bytes) -> None:

@@ -58,6 +58,10 @@ class RunPaths:
         matches = ((pattern.fullmatch(path.name), path) for path in self.directory.iterdir())
         return dict(sorted((int(match.group(1)), path) for match, path in matches if match))
 
+    def left_behind(self) -> list[Path]:
+        """Returns temporary files that a killed writer did not get to rename."""
+        return [path for path in self.directory.iterdir() if path.match(f"{self.file.name}*.tmp")]
+
     def exists(self) -> bool:
         """Returns whether a run, or the beginning of one, is there."""
         return self.file.exists() or bool(self.journals())

@@ -17,7 +17,7 @@ from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.mirror import MetricsMirror
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.recorder import Recorder
-from gradscope.runfile.resume import fresh_start, resumed_start
+from gradscope.runfile.resume import Start, fresh_start, resumed_start
 from gradscope.runfile.update import UpdateRecord
 
 
@@ -68,13 +68,7 @@ class RunWriter:
             self.paths.directory.mkdir(parents=True, exist_ok=True)
             self._lock = WriterLock(self.paths.lock)
             try:
-                start = (
-                    fresh_start(self.paths, layout, attributes, world_size=world_size)
-                    if resume_from_step is None
-                    else resumed_start(
-                        self.paths, layout, attributes, from_step=resume_from_step, world_size=world_size
-                    )
-                )
+                start = self._start(layout, attributes, resume_from_step, world_size)
                 self._last_step = start.from_step
                 self._mirror = MetricsMirror(self.paths.metrics, keep_to_step=resume_from_step)
                 self._recorder = Recorder(self.paths, start, policies, fsync=fsync)
@@ -87,6 +81,15 @@ class RunWriter:
             raise RunFileError(
                 f"{self.paths.directory}: a run cannot be written there ({error}). Choose another folder."
             ) from error
+
+    def _start(
+        self, layout: Layout, attributes: Mapping[str, Any], resume_from_step: int | None, world_size: int
+    ) -> Start:
+        if resume_from_step is None:
+            return fresh_start(self.paths, layout, attributes, world_size=world_size)
+        return resumed_start(
+            self.paths, layout, attributes, from_step=resume_from_step, world_size=world_size
+        )
 
     def append(
         self,

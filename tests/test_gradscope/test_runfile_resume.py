@@ -82,6 +82,8 @@ def test_a_crashed_run_resumes_from_its_journal_alone(tmp_path):
     journal = (tmp_path / "live" / "run.h5.wal.000000").read_bytes()
     (tmp_path / "dead" / "run.h5.wal.000000").write_bytes(journal[:-7])
     writer.close()
+    for name in ("run.h5.tmp", "run.h5.wal.000001.tmp"):
+        (tmp_path / "dead" / name).write_bytes(b"half of a file")
     write_steps(tmp_path / "dead", range(4, 7), resume_from_step=3)
     run = open_run(tmp_path / "dead")
     assert run["train"]["step"].values.tolist() == list(range(7))
