@@ -195,7 +195,8 @@ class _Run:
         self.state = replace(self.state, step=step)
         evaluations = self._evaluate(step, writer) if self._is_due(step, self.config.evaluate.every) else []
         checkpoint = None
-        if step == self.config.train.steps or self._is_due(step, self.config.train.checkpoint_every):
+        is_last = step == self.config.train.steps
+        if is_last or self._is_due(step, self.config.train.checkpoint_every) or self._is_best(evaluations):
             checkpoint = self._checkpoint(evaluations, writer)
         self.on_step(self._report(result, evaluations, checkpoint))
 
@@ -218,10 +219,13 @@ class _Run:
         self.evaluations += evaluations
         return evaluations
 
+    def _is_best(self, evaluations: Sequence[Evaluation]) -> bool:
+        """Returns whether an evaluation, the sampled one if that is on, beats all before."""
+        return bool(evaluations) and evaluations[0].accuracy > self.state.best_accuracy
+
     def _checkpoint(self, evaluations: Sequence[Evaluation], writer: RunWriter) -> Path:
-        """Writes a checkpoint; `best` is the best of those that were evaluated, sampled if that is on."""
         step = self.state.step
-        if evaluations and evaluations[0].accuracy > self.state.best_accuracy:
+        if self._is_best(evaluations):
             self.state = replace(self.state, best_step=step, best_accuracy=evaluations[0].accuracy)
         path = save_checkpoint(
             self.folder, self.session.policies, self.state, keep=self.config.run.keep_checkpoints

@@ -65,7 +65,7 @@ def load_model(section: ModelSection) -> torch.nn.Module:
     device = resolve_device(section)
     on_cuda = device.type == "cuda"
     dtype = section.dtype if section.dtype != "auto" else ("bfloat16" if on_cuda else "float32")
-    attention = section.attention if section.attention != "auto" else ("eager" if on_cuda else "sdpa")
+    attention = section.attention if section.attention != "auto" else "sdpa"
     model = _load(AutoModelForCausalLM, section.path, dtype=DTYPES[dtype], attn_implementation=attention)
     return model.to(device).eval().requires_grad_(False)
 

@@ -150,6 +150,19 @@ def test_resuming_after_a_crash_drops_what_came_after_the_checkpoint(small, tmp_
     assert_same_checkpoints(find_checkpoint(whole), find_checkpoint(broken))
 
 
+def test_the_best_evaluation_leaves_a_checkpoint(small, tmp_path):
+    every_step = ["train.steps=8", "train.checkpoint_every=0", "evaluate.every=1", "evaluate.greedy=false"]
+    # A rate that breaks the policy in a few steps.
+    broken = ["optim.learning_rate=0.03", "evaluate.at_start=false", "run.keep_checkpoints=1"]
+    config = small("single-shared-stack_code", *every_step, *broken)
+    result = run(config, out=tmp_path)
+    accuracies = [evaluation.accuracy for evaluation in result.evaluations]
+    best = 1 + accuracies.index(max(accuracies))
+    assert best < 8
+    assert checkpoint_steps(tmp_path) == [best, 8]
+    assert find_checkpoint(tmp_path, "best").name == f"step_{best:06d}"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_so_that_it_can_go_on(small, tmp_path, number):
     before = signal.getsignal(number)

@@ -61,7 +61,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the frozen weights; `auto` is float32 on the CPU and bfloat16 on CUDA. Adapters are float32."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
-    """Attention kernel; `auto` is sdpa on the CPU and eager on CUDA, where its backward is deterministic."""
+    """Attention kernel; `auto` is sdpa. On CUDA eager repeats bit by bit, but takes much memory."""
 
 
 class PolicySection(Section):
@@ -156,7 +156,7 @@ class TrainSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Padded tokens in one forward and backward pass; lower it when memory runs out."""
     checkpoint_every: int = Field(default=50, ge=0)
-    """Steps between checkpoints, 0 for only the last; the last step always has one."""
+    """Steps between checkpoints, 0 for none; a best evaluation and the last step always leave one."""
 
 
 class EvaluateSection(Section):
