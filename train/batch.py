@@ -134,6 +134,7 @@ def completion_logprobs(network: torch.nn.Module, batch: MicroBatch, *, temperat
         # The last prompt token predicts the first completion token.
         logits_to_keep=num_completion + 1,
     ).logits[:, :-1]
-    scaled = logits.float().flatten(0, 1) / temperature
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = precise.flatten(0, 1) / temperature
     surprise = torch.nn.functional.cross_entropy(scaled, batch.completion_ids.flatten(), reduction="none")
     return -surprise.view_as(batch.completion_ids)

@@ -76,8 +76,8 @@ def test_loss_and_gradient_equal_the_definition(made, aggregation, max_tokens):
         )
         loss += part
     session.probe.step(session.policies.optimizers["shared"])
-    # The weights and advantages of a pass are float32.
-    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    # The weights and advantages of a pass are float32, and rows of opposite sign partly cancel.
+    assert loss == pytest.approx(expected.item(), abs=1e-7)
     found = gradient(session)
     assert float((found - expected_gradient).norm() / expected_gradient.norm()) < 1e-6
 
@@ -116,7 +116,7 @@ def test_log_probabilities_ignore_padding(made):
         for b, s in enumerate(samples[:5]):
             alone = collate([s], [1.0], torch.device("cpu"))
             expected = completion_logprobs(session.policies.network, alone, temperature=0.7)[0]
-            assert together[b, : len(expected)] == pytest.approx(expected, abs=1e-5)
+            assert together[b, : len(expected)] == pytest.approx(expected, abs=1e-12)
 
 
 def test_rewards_and_groups(made):
