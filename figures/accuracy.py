@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
 
-from gradscope.detectors.cliff import Cliff, find_cliff
+from gradscope.detectors.cliff import find_cliff
 from gradscope.figures.bands import binomial_interval, over_runs
 from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, group_cells
 from gradscope.figures.panels import legend_below, panel_grid, step_axis, title_row
 from gradscope.figures.style import COLUMN_WIDTH, FULL_WIDTH, Look, paper_style, policy_looks
+from gradscope.stats.evaluations import order_evaluations
+
+Array = NDArray[Any]
 
 SEEN = ("cliff", "strong")
 """Verdicts of the detector that are marked."""
@@ -33,12 +37,36 @@ class Setting(NamedTuple):
     greedy: bool
     temperature: float | None
 
+    @classmethod
+    def of(cls, evaluation: xr.Dataset) -> Setting:
+        """Returns the setting of one row of /eval."""
+        known = {name: float(evaluation[name]) for name in ("greedy", "temperature") if name in evaluation}
+        greedy, temperature = known.get("greedy") == 1, known.get("temperature", np.nan)
+        return cls(
+            str(evaluation["dataset"].item()),
+            greedy,
+            None if greedy or np.isnan(temperature) else temperature,
+        )
+
     def __str__(self) -> str:
         if self.greedy:
             return f"{self.dataset}, greedy"
         return f"{self.dataset}, sampled" + (
             "" if self.temperature is None else f" at T = {self.temperature:g}"
         )
+
+
+class Curve(NamedTuple):
+    """Evaluations of one run in one setting by step, each `[T]`."""
+
+    step: Array
+    correct: Array
+    total: Array
+
+    @property
+    def accuracy(self) -> Array:
+        """Fraction of right answers, `[T]`."""
+        return self.correct / self.total
 
 
 def draw(runs: Sequence[xr.DataTree]) -> Drawing:
@@ -70,108 +98,95 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         for row, topic in enumerate(topics):
             for axes, way in zip(grid[row], ways, strict=True):
                 for cell in (cell for cell in cells if cell.setting == topic):
-                    pairs = zip(curves[cell.name], cell.seeds, strict=True)
-                    known = [(run[way], seed) for run, seed in pairs if way in run]
-                    if known:
-                        tables.append(_draw_cell(axes, cell, way, known, looks[cell.layout]))
+                    known = [run.get(way) for run in curves[cell.name]]
+                    tables.append(_draw_cell(axes, cell, way, known, looks[cell.layout]))
                 step_axis(axes, label=row == len(topics) - 1)
             title_row(grid[row], topic, [str(way) for way in ways])
-            grid[row, 0].set_ylabel("Accuracy")
-            grid[row, 0].set_ylim(0, 1.03)
-            grid[row, 0].yaxis.set_major_formatter(PercentFormatter(1.0))
+            _accuracy_axis(grid[row, 0])
         table = stack(tables)
         _legend(figure, cells, looks, table)
     return Drawing(figure, table)
 
 
-def _curves(run: xr.DataTree) -> dict[Setting, xr.Dataset]:
-    """Returns each setting's counts by step, repeats pooled; dims `(step,)`."""
-    if "eval" not in run.children or not run["eval"].sizes.get("evaluation"):
+def _accuracy_axis(axes: Axes) -> None:
+    axes.set_ylabel("Accuracy")
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _curves(run: xr.DataTree) -> dict[Setting, Curve]:
+    """Returns the evaluations of each setting in order of their steps, repeats merged."""
+    if "eval" not in run.children:
         return {}
-    table = run["eval"].to_dataset()[["step", "dataset", "greedy", "temperature", "num_correct", "num_total"]]
-    frame = table.to_dataframe().dropna(subset=["num_correct", "num_total"])
-    frame = frame[frame["num_total"] > 0].drop_duplicates(
-        ["step", "dataset", "greedy", "temperature", "num_correct", "num_total"]
-    )
-    frame["greedy"] = frame["greedy"] == 1
-    frame.loc[frame["greedy"], "temperature"] = np.nan
+    evaluations = run["eval"].to_dataset()
+    evaluations = evaluations.isel(evaluation=(evaluations["num_total"] > 0).values)
+    groups: dict[Setting, list[int]] = {}
+    for row in range(evaluations.sizes["evaluation"]):
+        groups.setdefault(Setting.of(evaluations.isel(evaluation=row)), []).append(row)
     curves = {}
-    for (dataset, greedy, temperature), rows in frame.groupby(
-        ["dataset", "greedy", "temperature"], dropna=False
-    ):
-        counts = rows.groupby("step")[["num_correct", "num_total"]].sum()
-        known = None if np.isnan(temperature) else float(temperature)
-        curves[Setting(str(dataset), bool(greedy), known)] = counts.to_xarray()
+    for way, rows in groups.items():
+        own = evaluations.isel(evaluation=rows)
+        steps = own["step"].values
+        merged = order_evaluations(own["num_correct"].values, own["num_total"].values, steps)
+        curves[way] = Curve(steps[merged.source], merged.correct, merged.total)
     return curves
 
 
 def _draw_cell(
-    axes: Axes, cell: Cell, way: Setting, curves: Sequence[tuple[xr.Dataset, str]], look: Look
+    axes: Axes, cell: Cell, way: Setting, curves: Sequence[Curve | None], look: Look
 ) -> pd.DataFrame:
     """Draws one cell's accuracy: of one run with binomial intervals, of several with their band."""
-    tables = []
-    for counts, seed in curves:
-        accuracy = counts["num_correct"] / counts["num_total"]
-        low, high = binomial_interval(counts["num_correct"], counts["num_total"])
-        alone = len(curves) == 1
-        axes.plot(
-            counts["step"], accuracy, color=look.colour, linestyle=look.dashes,
-            marker=look.marker if alone else "", linewidth=1.3 if alone else 0.5, alpha=1.0 if alone else 0.5,
-            label=f"_run_{cell.name}_{seed}",
-        )  # fmt: skip
-        if alone:
-            axes.fill_between(counts["step"], low, high, color=look.colour, alpha=0.18, linewidth=0)
-        cliff = find_cliff(counts["num_correct"], counts["num_total"], step=counts["step"])
-        rows = {
-            "drawn_as": "run",
-            "seed": seed,
-            "value": accuracy.values,
-            "low": low,
-            "high": high,
-            "num_runs": 1,
-        }
-        tables += [_rows(counts["step"].values, rows), _mark_cliff(axes, accuracy, cliff, seed, look)]
-    if len(curves) > 1:
-        band = over_runs([counts["num_correct"] / counts["num_total"] for counts, _ in curves])
-        axes.plot(
-            band["step"], band["mean"], color=look.colour, linestyle=look.dashes, marker=look.marker,
-            label=f"_mean_{cell.name}",
-        )  # fmt: skip
-        axes.fill_between(band["step"], band["low"], band["high"], color=look.colour, alpha=0.18, linewidth=0)
-        rows = {"drawn_as": "mean", "seed": "", "value": band["mean"].values, "low": band["low"].values}
-        tables.append(
-            _rows(
-                band["step"].values,
-                {**rows, "high": band["high"].values, "num_runs": band["num_runs"].values},
-            )
-        )
+    known = [(curve, seed) for curve, seed in zip(curves, cell.seeds, strict=True) if curve is not None]
+    tables = [_draw_run(axes, curve, seed, look, alone=len(known) == 1) for curve, seed in known]
+    if len(known) > 1:
+        tables.append(_draw_mean(axes, [curve for curve, _ in known], look))
     table = stack(tables)
-    for place, (name, text) in enumerate(
-        {"cell": cell.name, "dataset": way.dataset, "evaluated": str(way)}.items()
-    ):
+    columns = {"cell": cell.name, "dataset": way.dataset, "evaluated": str(way)}
+    for place, (name, text) in enumerate(columns.items()):
         table.insert(place, name, text)
     return table
 
 
-def _rows(steps: np.ndarray, columns: dict[str, object]) -> pd.DataFrame:
-    return pd.DataFrame({"step": steps, **columns})
+def _draw_run(axes: Axes, curve: Curve, seed: str, look: Look, *, alone: bool) -> pd.DataFrame:
+    low, high = binomial_interval(curve.correct, curve.total)
+    axes.plot(
+        curve.step, curve.accuracy, color=look.colour, linestyle=look.dashes, label=f"_run_{seed}",
+        marker=look.marker if alone else "", linewidth=1.3 if alone else 0.5, alpha=1.0 if alone else 0.5,
+    )  # fmt: skip
+    if alone:
+        axes.fill_between(curve.step, low, high, color=look.colour, alpha=0.18, linewidth=0)
+    columns = {"drawn_as": "run", "seed": seed, "step": curve.step, "value": curve.accuracy}
+    table = pd.DataFrame({**columns, "low": low, "high": high, "num_runs": 1})
+    return stack([table, _mark_cliff(axes, curve, seed, look)])
 
 
-def _mark_cliff(axes: Axes, accuracy: xr.DataArray, cliff: Cliff, seed: str, look: Look) -> pd.DataFrame:
+def _draw_mean(axes: Axes, curves: Sequence[Curve], look: Look) -> pd.DataFrame:
+    band = over_runs([xr.DataArray(curve.accuracy, {"step": curve.step}, ("step",)) for curve in curves])
+    axes.plot(
+        band["step"], band["mean"], color=look.colour, linestyle=look.dashes, marker=look.marker,
+        label="_mean",
+    )  # fmt: skip
+    axes.fill_between(band["step"], band["low"], band["high"], color=look.colour, alpha=0.18, linewidth=0)
+    table = band.rename(mean="value").to_dataframe().reset_index()
+    table.insert(0, "drawn_as", "mean")
+    table.insert(1, "seed", "")
+    return table
+
+
+def _mark_cliff(axes: Axes, curve: Curve, seed: str, look: Look) -> pd.DataFrame:
     """Marks the peak and the first evaluation after the break, where there is a cliff."""
-    if cliff.verdict not in SEEN:
+    cliff = find_cliff(curve.correct, curve.total, step=curve.step)
+    if cliff.verdict not in SEEN or cliff.index is None:
         return pd.DataFrame()
-    peak = accuracy["step"].values[int(np.argmax(accuracy.values))]
     tables = []
-    for (name, (marker, size)), step in zip(MARKS.items(), (peak, cliff.step), strict=True):
-        value = float(accuracy.sel(step=step))
+    for name, place in {"peak": int(np.argmax(curve.accuracy)), "cliff onset": cliff.index}.items():
+        marker, size = MARKS[name]
+        at = {"step": curve.step[[place]], "value": curve.accuracy[[place]]}
         axes.plot(
-            [step], [value], marker=marker, markersize=size, color=look.colour, markeredgecolor="white",
-            markeredgewidth=0.5, linestyle="none", zorder=5, label=f"_{name}_{seed}",
+            at["step"], at["value"], marker=marker, markersize=size, color=look.colour, linestyle="none",
+            markeredgecolor="white", markeredgewidth=0.5, zorder=5, label=f"_{name}_{seed}",
         )  # fmt: skip
-        tables.append(
-            _rows(np.array([step]), {"drawn_as": name, "seed": seed, "value": value, "num_runs": 1})
-        )
+        tables.append(pd.DataFrame({"drawn_as": name, "seed": seed, **at, "num_runs": 1}))
     return stack(tables)
 
 
@@ -192,5 +207,5 @@ def _legend(figure: Figure, cells: Sequence[Cell], looks: Mapping[str, Look], dr
             )
     alone = [len(cell.runs) == 1 for cell in cells]
     several = "Thin lines: single runs; thick: their mean; bands: 95 % interval of the mean over seeds."
-    one = "Bands of one seed: 95 % binomial interval of each evaluation."
+    one = "Band of one seed: 95 % binomial interval of each evaluation."
     legend_below(figure, handles, " ".join([several] * (not all(alone)) + [one] * any(alone)))

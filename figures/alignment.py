@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, Rectangle
+from numpy.typing import NDArray
 
 from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, names
@@ -24,12 +27,10 @@ from gradscope.figures.panels import legend_below, panel_grid, settle_layout, ti
 from gradscope.figures.style import COLUMN_WIDTH, FULL_WIDTH, paper_style
 
 COLOURS = "RdBu_r"
-FEW_SLOTS = 5
+FEW_SLOTS = 4
 """With more, only one cell fits beside another."""
 NOT_APPLICABLE = "not applicable: separate policies share no coordinates"
 NO_SIGNAL = "fewer than 3 steps with signal"
-BAR_HEIGHT = 1.6
-"""Inches at most."""
 BAR_WIDTH, NAME_LENGTH = 0.6, 0.8
 """Inches that the colour bar and the longest slot name take."""
 DARK = 0.6
@@ -39,30 +40,23 @@ DARK = 0.6
 def draw(runs: Sequence[xr.DataTree]) -> Drawing:
     """Slot by slot cosines of gradients, pooled over the first and the last fifth of the steps.
 
-    Numerator and denominators of a cosine are summed over the steps of a window in which both slots have a
-    gradient; with several seeds their mean is shown. Slots of separate policies are hatched, never 0.
+    Products and squared norms are summed over the steps of a window before they are divided; with several
+    seeds the mean of their cosines is shown. Slots of separate policies are hatched, never 0.
 
     Raises:
-        NothingToDrawError: No run has gradients.
+        NothingToDrawError: No run has gradients, or no policy has two slots.
         DataError: A run is given twice.
     """
     cells = [cell for cell in cells_with_gradients(runs) if several_slots(cell)]
     if not cells:
         raise NothingToDrawError("no policy is trained by two or more slots, so there is nothing to align.")
-    most_slots = max(cell.runs[0].sizes["slot"] for cell in cells)
-    cells_per_row = 1 if len(cells) == 1 or most_slots > FEW_SLOTS else 2
-    width = COLUMN_WIDTH if len(cells) == 1 and most_slots <= FEW_SLOTS else FULL_WIDTH
-    side = min(0.3 + 0.3 * most_slots, (width - BAR_WIDTH) / (2 * cells_per_row) - NAME_LENGTH / 2)
     with paper_style():
-        figure, grid = panel_grid(
-            -(-len(cells) // cells_per_row), 2 * cells_per_row, width=width,
-            row_height=side + NAME_LENGTH + 0.4, legend_lines=3,
-        )  # fmt: skip
+        figure, grid = _grid(cells)
         tables, images, reasons = [], [], set()
         pairs = grid.reshape(-1, 2)
         for pair, cell in zip(pairs, cells, strict=False):
             spans = [_span(cell, window) for window in WINDOWS]
-            title_row(pair, f"{cell.name}, {cell.size}", spans, num_columns=2 * cells_per_row)
+            title_row(pair, f"{cell.name}, {cell.size}", spans, num_columns=grid.shape[1])
             for axes, window in zip(pair, WINDOWS, strict=True):
                 per_run = [pooled_cosines(run, window_steps(run, window)) for run in cell.runs]
                 tables.append(_table(cell, window, per_run))
@@ -71,17 +65,31 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
                 reasons |= _hatch_blanks(axes, mean, cell)
         for axes in pairs[len(cells) :].flat:
             axes.set_axis_off()
-        bar = figure.colorbar(
-            images[0], ax=list(grid.flat), shrink=min(side, BAR_HEIGHT) / figure.get_figheight(), aspect=12
-        )
-        bar.set_label("Cosine")
-        bar.set_ticks([-1, 0, 1])
-        bar.outline.set_visible(False)
-        legend_below(
-            figure, [patch for reason, patch in _patches().items() if reason in reasons], _note(cells)
-        )
+        _colour_bar(figure, grid, images[0])
+        handles = [patch for reason, patch in _patches().items() if reason in reasons]
+        legend_below(figure, handles, _note(cells))
         settle_layout(figure)
     return Drawing(figure, stack(tables))
+
+
+def _grid(cells: Sequence[Cell]) -> tuple[Figure, NDArray[Any]]:
+    """Returns a figure with two panels a cell, two cells in a row where their slots are few."""
+    most_slots = max(cell.runs[0].sizes["slot"] for cell in cells)
+    few = most_slots <= FEW_SLOTS
+    cells_per_row = 2 if few and len(cells) > 1 else 1
+    width = COLUMN_WIDTH if few and len(cells) == 1 else FULL_WIDTH
+    side = min(0.3 + 0.3 * most_slots, (width - BAR_WIDTH) / (2 * cells_per_row) - NAME_LENGTH / 2)
+    return panel_grid(
+        -(-len(cells) // cells_per_row), 2 * cells_per_row, width=width,
+        row_height=side + NAME_LENGTH + 0.4, legend_lines=3,
+    )  # fmt: skip
+
+
+def _colour_bar(figure: Figure, grid: NDArray[Any], image: AxesImage) -> None:
+    bar = figure.colorbar(image, ax=list(grid.flat), shrink=1 / len(grid), aspect=15)
+    bar.set_label("Cosine")
+    bar.set_ticks([-1, 0, 1])
+    bar.outline.set_visible(False)
 
 
 def _note(cells: Sequence[Cell]) -> str:

@@ -33,29 +33,24 @@ def draw_series(
 ) -> pd.DataFrame:
     """Draws a quantity of a cell's runs and returns the drawn numbers.
 
-    Every run's values are small dots. The line is the running mean of each run, averaged over runs; the band
-    is the 95 % interval of that average over runs. On a log axis means are taken of logs, and a value of 0,
-    which has no place there, is blank.
+    Dots are the runs' values, the line their running means averaged over runs, the band its 95 % interval over
+    runs. On a log axis means are taken of logs, and a value of 0, which has no place there, is blank.
 
     Args:
         axes: Where to draw.
-        cell: Names the runs and their seeds.
+        cell: The runs.
         per_run: One series on dim `step` a run, NaN where there is no value.
         look: Colour and marker.
-        label: Of the line; begins with `_` where the legend has it already.
-        columns: Columns of the table that say what this is, the same in every row.
+        label: Of the line.
+        columns: Columns of the table that say what this is.
         logarithmic: Whether the axis is logarithmic.
     """
     if logarithmic:
         per_run = [series.where(series > 0) for series in per_run]
-    tables = []
-    for run_number, (series, seed) in enumerate(zip(per_run, cell.seeds, strict=True)):
-        axes.plot(
-            series["step"], series, linestyle="none", marker=".", markersize=2.2, markeredgewidth=0,
-            color=look.colour, alpha=0.45, label=f"_dots_{label}_{run_number}",
-            rasterized=series.size > MANY_DOTS,
-        )  # fmt: skip
-        tables.append(_rows(columns, "dots", series, seed=seed, num_runs=1))
+    dots = [
+        _draw_dots(axes, series, look, seed=seed, columns=columns)
+        for series, seed in zip(per_run, cell.seeds, strict=True)
+    ]
     window = smoothing_window(cell)
     line = over_runs([smooth(_log(series) if logarithmic else series, window) for series in per_run])
     mean, low, high = (_exp(line[name]) if logarithmic else line[name] for name in ("mean", "low", "high"))
@@ -64,11 +59,18 @@ def draw_series(
         markevery=max(1, line.sizes["step"] // NUM_MARKERS),
     )  # fmt: skip
     if len(per_run) > 1:
-        axes.fill_between(
-            line["step"], low, high, color=look.colour, alpha=0.2, linewidth=0, label=f"_band_{label}"
-        )
-    tables.append(_rows(columns, "line", mean, low=low, high=high, num_runs=line["num_runs"]))
-    return stack(tables)
+        axes.fill_between(line["step"], low, high, color=look.colour, alpha=0.2, linewidth=0)
+    return stack([*dots, _rows(columns, "line", mean, low=low, high=high, num_runs=line["num_runs"])])
+
+
+def _draw_dots(
+    axes: Axes, series: xr.DataArray, look: Look, *, seed: str, columns: Mapping[str, str]
+) -> pd.DataFrame:
+    axes.plot(
+        series["step"], series, linestyle="none", marker=".", markersize=2.2, markeredgewidth=0,
+        color=look.colour, alpha=0.45, label=f"_dots_{seed}", rasterized=series.size > MANY_DOTS,
+    )  # fmt: skip
+    return _rows(columns, "dots", series, seed=seed)
 
 
 def draw_reference(

@@ -12,14 +12,19 @@ def call(*arguments):
     return stop.value.code
 
 
-def test_all_figures_are_written_in_three_forms_and_old_ones_replaced(shared, isolated, tmp_path, capsys):
+def test_all_figures_are_written_in_three_forms_and_old_ones_replaced(build, tmp_path, capsys):
+    paths = [build(layout, 0, num_steps=12)[2] for layout in ("SP", "IP")]
     out = tmp_path / "new" / "folder"
     out.mkdir(parents=True)
     (out / "accuracy.csv").write_text("old")
-    assert call(*[path for _, _, path in [*shared, *isolated]], "-o", out) == 0
+    assert call(*paths, "-o", out) == 0
     names = {f"{name}.{kind}" for name in FIGURES.names() for kind in ("pdf", "png", "csv")}
     assert {file.name for file in out.iterdir()} == names
-    assert (out / "accuracy.csv").read_text().startswith("cell,dataset,evaluated,step,")
+    assert (
+        (out / "accuracy.csv")
+        .read_text()
+        .startswith("cell,dataset,evaluated,drawn_as,seed,step,value,low,high,num_runs\n")
+    )
     captured = capsys.readouterr()
     assert captured.err == ""
     assert [line.partition(":")[0] for line in captured.out.splitlines()] == FIGURES.names()
