@@ -87,7 +87,7 @@ def run(
     """
     folder = Path(out) if out is not None else default_out(config)
     exists = check_out(folder, resume=resume)
-    with _threads(config.train.threads):
+    with cpu_threads(config.train.threads):
         session = Session(config)
         try:
             return _Run(session, folder, exists=exists, on_step=on_step or (lambda report: None)).go()
@@ -263,7 +263,7 @@ def changed_keys(file: Path, config: Config) -> list[str]:
 
 
 @contextmanager
-def _threads(num: int) -> Iterator[None]:
+def cpu_threads(num: int) -> Iterator[None]:
     """Uses that many CPU threads inside the block; 0 leaves torch's choice."""
     before = torch.get_num_threads()
     if num:

@@ -55,8 +55,10 @@ def gradient(session):
     return found
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("max_tokens", [1, 300, 10**6])
+@pytest.mark.parametrize(
+    ("aggregation", "max_tokens"),
+    [*((name, 300) for name in AGGREGATIONS), *((AGGREGATIONS[0], n) for n in (1, 10**6))],
+)
 def test_loss_and_gradient_equal_the_definition(made, aggregation, max_tokens):
     session, samples, _ = made
     expected = reference_loss(session, samples, aggregation)

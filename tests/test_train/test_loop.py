@@ -14,7 +14,7 @@ import gradscope
 from gradscope.errors import ConfigError, RunFileError
 from gradscope.train import load_config, run
 from gradscope.train.checkpoint import checkpoint_steps, find_checkpoint
-from gradscope.train.loop import default_out
+from gradscope.train.loop import cpu_threads, default_out
 from gradscope.train.sampler import training_indices
 
 CELLS = [
@@ -217,10 +217,12 @@ def test_dropped_episodes_are_an_event_and_no_crash(small, tmp_path):
     assert all(evaluation.accuracy == 0 for evaluation in result.evaluations)
 
 
-def test_threads_are_put_back(small, tmp_path):
+def test_threads_are_put_back():
     before = torch.get_num_threads()
-    config = small("single-shared-stack_code", "train.steps=1", "evaluate.every=0", "train.threads=2")
-    run(config, out=tmp_path / "run")
+    with cpu_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    with cpu_threads(0):
+        assert torch.get_num_threads() == before
     assert torch.get_num_threads() == before
 
 
