@@ -142,7 +142,7 @@ class Nano:
 
     def gram(self, gradients: dict[str, dict[str, torch.Tensor]]) -> np.ndarray:
         flat = torch.stack([torch.cat([g.flatten() for g in parts.values()]) for parts in gradients.values()])
-        return (flat.double() @ flat.double().T).numpy()
+        return (flat.double() @ flat.double().T).cpu().numpy()
 
     def gram_error(self, found: np.ndarray, expected: np.ndarray) -> float:
         """Worst entry error over the product of the two norms."""
