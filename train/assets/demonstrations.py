@@ -26,7 +26,7 @@ class Noise:
     """
 
     operation: float = 0.27
-    digit: float = 0.22
+    digit: float = 0.27
     choice: float = 0.2
     strategy_right: float = 0.5
     off_role: float = 0.03

@@ -50,11 +50,9 @@ def _solve_arithmetic(statement: str, strategy: str) -> str:
 
 
 def _spoil_arithmetic(number: str, rate: float, random: Random) -> str:
-    """Moves digits up or down by one."""
+    """Moves digits up by one: one kind of mistake, which training can unlearn as one thing."""
     return "".join(
-        str((int(symbol) + random.choice((1, -1))) % 10)
-        if symbol.isdigit() and random.random() < rate
-        else symbol
+        str((int(symbol) + 1) % 10) if symbol.isdigit() and random.random() < rate else symbol
         for symbol in number
     )
 

@@ -15,6 +15,7 @@ from random import Random
 import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from gradscope.train.assets.demonstrations import Demonstration, Noise, demonstrations
 from gradscope.train.assets.measure import as_rows, measure_all, table
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--num-problems", type=int, default=100, help="held-out problems measured")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     recipe = Recipe(steps=arguments.steps)
     arguments.out.mkdir(parents=True, exist_ok=True)
     model = train(recipe, seed=arguments.seed, out=arguments.out)

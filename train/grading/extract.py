@@ -79,4 +79,5 @@ def extract_code(text: str, language: str = "python") -> str | None:
     blocks = code_blocks(text)
     tagged = [content for tag, content in blocks if tag in tags]
     untagged = [content for tag, content in blocks if not tag]
-    return (tagged or untagged or [None])[-1]
+    found = tagged or untagged
+    return found[-1] if found else None
