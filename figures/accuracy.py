@@ -18,8 +18,8 @@ from gradscope.detectors.cliff import find_cliff
 from gradscope.figures.bands import binomial_interval, over_runs
 from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, group_cells
-from gradscope.figures.panels import legend_below, panel_grid, step_axis, title_row
-from gradscope.figures.style import COLUMN_WIDTH, FULL_WIDTH, Look, paper_style, policy_looks
+from gradscope.figures.panels import legend_below, panel_grid, settle_layout, step_axis, title_row
+from gradscope.figures.style import BAND_OPACITY, COLUMN_WIDTH, FULL_WIDTH, Look, paper_style, policy_looks
 from gradscope.stats.evaluations import order_evaluations
 
 Array = NDArray[Any]
@@ -105,6 +105,7 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
             _accuracy_axis(grid[row, 0])
         table = stack(tables)
         _legend(figure, cells, looks, table)
+        settle_layout(figure)
     return Drawing(figure, table)
 
 
@@ -154,7 +155,7 @@ def _draw_run(axes: Axes, curve: Curve, seed: str, look: Look, *, alone: bool) -
         marker=look.marker if alone else "", linewidth=1.3 if alone else 0.5, alpha=1.0 if alone else 0.5,
     )  # fmt: skip
     if alone:
-        axes.fill_between(curve.step, low, high, color=look.colour, alpha=0.18, linewidth=0)
+        axes.fill_between(curve.step, low, high, color=look.colour, alpha=BAND_OPACITY, linewidth=0)
     columns = {"drawn_as": "run", "seed": seed, "step": curve.step, "value": curve.accuracy}
     table = pd.DataFrame({**columns, "low": low, "high": high, "num_runs": 1})
     return stack([table, _mark_cliff(axes, curve, seed, look)])
@@ -166,7 +167,9 @@ def _draw_mean(axes: Axes, curves: Sequence[Curve], look: Look) -> pd.DataFrame:
         band["step"], band["mean"], color=look.colour, linestyle=look.dashes, marker=look.marker,
         label="_mean",
     )  # fmt: skip
-    axes.fill_between(band["step"], band["low"], band["high"], color=look.colour, alpha=0.18, linewidth=0)
+    axes.fill_between(
+        band["step"], band["low"], band["high"], color=look.colour, alpha=BAND_OPACITY, linewidth=0
+    )
     table = band.rename(mean="value").to_dataframe().reset_index()
     table.insert(0, "drawn_as", "mean")
     table.insert(1, "seed", "")

@@ -68,7 +68,7 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         _colour_bar(figure, grid, images[0])
         handles = [patch for reason, patch in _patches().items() if reason in reasons]
         legend_below(figure, handles, _note(cells))
-        settle_layout(figure)
+        settle_layout(figure, fixed_aspect=True)
     return Drawing(figure, stack(tables))
 
 

@@ -21,6 +21,7 @@ from gradscope.figures.panels import (
     panel_grid,
     reference_handle,
     role_handles,
+    settle_layout,
     step_axis,
     title_row,
 )
@@ -66,6 +67,7 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
             reference_handle("aligned copies", ALIGNED),
         ]
         legend_below(figure, [*role_handles(shown), *lines], series_note([cell for cell, *_ in panels]))
+        settle_layout(figure)
     return Drawing(figure, stack(tables))
 
 

@@ -38,8 +38,9 @@ def over_runs(series: Sequence[xr.DataArray], *, dim: str = "step") -> xr.Datase
     """Returns `mean`, `low`, `high` and `num_runs` over runs at each step, dims `(step,)`.
 
     Interval: mean -+ t s / sqrt(n), the 97.5 % quantile of Student's t with n - 1 degrees of freedom. The
-    steps are the union of the runs' steps. With one run there is no interval; with more, a step at which
-    fewer than two have a value is NaN, since a lone run would pass for the mean.
+    steps are the union of the runs' steps. One run has no interval. With more, a step at which fewer than two
+    have a value is NaN, since a lone run would pass for the mean, and so is the interval where fewer than
+    three of three or more have one, since two runs of many would make it jump.
     """
     joined = xr.concat(list(series), dim="run", join="outer", coords="minimal", compat="override")
     count = joined.notnull().sum("run")
@@ -47,7 +48,7 @@ def over_runs(series: Sequence[xr.DataArray], *, dim: str = "step") -> xr.Datase
     mean = joined.mean("run").where(count >= fewest)
     deviation = joined.std("run", ddof=1) if len(series) > 1 else xr.full_like(mean, np.nan)
     quantile = xr.apply_ufunc(stdtrit, (count - 1).clip(min=1).astype(float), 0.975)
-    half = (quantile * deviation / np.sqrt(count.clip(min=1))).where(count >= 2)
+    half = (quantile * deviation / np.sqrt(count.clip(min=1))).where(count >= max(2, min(3, len(series))))
     return xr.Dataset({"mean": mean, "low": mean - half, "high": mean + half, "num_runs": count})
 
 

@@ -19,6 +19,7 @@ from gradscope.figures.panels import (
     panel_grid,
     panel_title,
     role_handles,
+    settle_layout,
     step_axis,
 )
 from gradscope.figures.style import COLUMN_WIDTH, FULL_WIDTH, Look, paper_style, role_looks
@@ -50,14 +51,16 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
                 panel_title(axes, f"{cell.name}, {cell.size}", num_columns=num_columns)
                 step_axis(axes, label=row == len(rows) - 1)
                 axes.label_outer()
+            drawn = stack(tables[-len(members) :])
+            log_axis(grid[row, 0], drawn["value"][drawn["drawn_as"] == "dots"].to_numpy())
             for axes in grid[row, len(members) :]:
                 axes.set_axis_off()
         legend_below(figure, role_handles(looks), series_note(cells, mean="geometric mean"))
+        settle_layout(figure)
     return Drawing(figure, stack(tables))
 
 
 def _panel(axes: Axes, cell: Cell, looks: Mapping[str, Look]) -> pd.DataFrame:
-    log_axis(axes)
     norms = [role_norms(run) for run in cell.runs]
     tables = []
     for role in cell.roles:

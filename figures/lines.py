@@ -13,7 +13,7 @@ from matplotlib.typing import LineStyleType
 from gradscope.figures.bands import SHORTEST_SMOOTHED, over_runs, smooth, window_for
 from gradscope.figures.base import stack
 from gradscope.figures.cells import Cell
-from gradscope.figures.style import REFERENCE_COLOUR, Look
+from gradscope.figures.style import BAND_OPACITY, REFERENCE_COLOUR, Look
 
 MANY_DOTS = 2000
 """From this many dots on they are pixels inside the PDF, so that it opens quickly."""
@@ -33,8 +33,8 @@ def draw_series(
 ) -> pd.DataFrame:
     """Draws a quantity of a cell's runs and returns the drawn numbers.
 
-    Dots are the runs' values, the line their running means averaged over runs, the band its 95 % interval over
-    runs. On a log axis means are taken of logs, and a value of 0, which has no place there, is blank.
+    Dots are the runs' values, the line their running means averaged over runs, the band its 95 % interval.
+    On a log axis means are taken of logs, and a value of 0, which has no place there, is blank.
 
     Args:
         axes: Where to draw.
@@ -59,7 +59,7 @@ def draw_series(
         markevery=max(1, line.sizes["step"] // NUM_MARKERS),
     )  # fmt: skip
     if len(per_run) > 1:
-        axes.fill_between(line["step"], low, high, color=look.colour, alpha=0.2, linewidth=0)
+        axes.fill_between(line["step"], low, high, color=look.colour, alpha=BAND_OPACITY, linewidth=0)
     return stack([*dots, _rows(columns, "line", mean, low=low, high=high, num_runs=line["num_runs"])])
 
 
@@ -109,7 +109,8 @@ def series_note(cells: Sequence[Cell], *, mean: str = "mean") -> str:
         line = f"Lines: running {mean} over {max(windows)} steps{some}"
     if alone:
         return f"Dots: single steps. {line}. One seed."
-    return f"Dots: single runs. {line}, averaged over seeds, with its 95 % interval."
+    where = " where three or more seeds have values" if max(len(cell.runs) for cell in cells) > 2 else ""
+    return f"Dots: single runs. {line}, averaged over seeds; bands: its 95 % interval{where}."
 
 
 def _log(series: xr.DataArray) -> xr.DataArray:

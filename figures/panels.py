@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -25,6 +26,7 @@ KEY_CHARACTERS = 7
 """Room that an entry's line and gaps take."""
 MOST_DRAWINGS = 10
 TITLE_CHARACTERS_PER_INCH = 13
+LOG_MARGIN = 1.3
 LABEL_CHARACTERS = 22
 """Of a y label in one line beside a panel."""
 
@@ -38,7 +40,11 @@ def panel_grid(
     """
     height = round(num_rows * row_height + legend_lines * LEGEND_LINE, 2)
     figure = Figure(figsize=(width, height))
-    return figure, figure.subplots(num_rows, num_columns, squeeze=False, **sharing)
+    grid = figure.subplots(num_rows, num_columns, squeeze=False, **sharing)
+    for axes in grid.flat:
+        # Said here, or the number of ticks would follow the settings at the time of drawing.
+        axes.tick_params(labelsize=matplotlib.rcParams["xtick.labelsize"])
+    return figure, grid
 
 
 def axis_label(attributes: Mapping[str, Any], fallback: str) -> str:
@@ -70,10 +76,18 @@ def panel_title(axes: Axes, title: str, *, num_columns: int) -> None:
     axes.set_title(textwrap.fill(title, int(width)), loc="left")
 
 
-def log_axis(axes: Axes) -> None:
-    """Makes the y axis logarithmic with plain numbers at 1, 2 and 5 of each decade."""
+def log_axis(axes: Axes, values: NDArray[Any]) -> None:
+    """Makes the y axis logarithmic over the range of `values`, with plain numbers.
+
+    The numbers are those at 1, 2 and 5 of each decade, over more than two decades those at 1. Bands of a few
+    seeds may reach over many decades; they are cut off.
+    """
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    known = values[values > 0]
+    if known.size:
+        low, high = known.min() / LOG_MARGIN, known.max() * LOG_MARGIN
+        axes.set_ylim(low, high)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -85,18 +99,19 @@ def step_axis(axes: Axes, *, label: bool) -> None:
         axes.set_xlabel("Training step")
 
 
-def settle_layout(figure: Figure) -> None:
-    """Places panels of fixed aspect for good, side by side without the gaps that their aspect leaves.
+def settle_layout(figure: Figure, *, fixed_aspect: bool = False) -> None:
+    """Places the panels for good; those of fixed aspect without the gaps that their aspect leaves.
 
-    They move a little at every drawing until the layout has settled, and a figure must
-    not depend on how often it was drawn before.
+    A layout moves a little at every drawing until it has settled; a figure must not depend on how often it
+    was drawn before.
     """
-    figure.set_layout_engine("compressed")
+    if fixed_aspect:
+        figure.set_layout_engine("compressed")
     before = None
     for _ in range(MOST_DRAWINGS):
         figure.draw_without_rendering()
         after = [axes.get_position().bounds for axes in figure.axes]
-        if before is not None and np.allclose(before, after, rtol=0, atol=1e-4):
+        if before is not None and np.allclose(before, after, rtol=0, atol=1e-6):
             break
         before = after
     figure.set_layout_engine("none")

@@ -19,6 +19,7 @@ from gradscope.figures.panels import (
     panel_grid,
     reference_handle,
     role_handles,
+    settle_layout,
     step_axis,
     title_row,
 )
@@ -65,6 +66,7 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         grid[0, 0].set_ylim(0, 1)
         handles = [*role_handles(looks), reference_handle("expected from counts alone", "--")]
         legend_below(figure, handles, series_note([cell for cell, _ in panels]))
+        settle_layout(figure)
     return Drawing(figure, stack(tables))
 
 

@@ -16,6 +16,7 @@ COLUMN_WIDTH = 3.25
 """Inches: one column of a two-column paper."""
 FULL_WIDTH = 6.75
 """Inches: both columns."""
+BAND_OPACITY = 0.16
 REFERENCE_COLOUR = "0.35"
 """Lines that are computed, not measured."""
 

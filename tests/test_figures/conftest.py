@@ -54,7 +54,7 @@ def build(tmp_path_factory):
 
     def make(
         layout="SP", seed=0, *, num_steps=40, slots=VOTING, dead=(), cliff=False, settings=((0.7, False),),
-        evaluate_every=2, num_updates=1, gradients=True, config=None, drop_rows=(), **changes,
+        evaluate_every=2, num_updates=1, scale=1.0, gradients=True, config=None, drop_rows=(), **changes,
     ):  # fmt: skip
         rng = np.random.default_rng([seed, layout == "SP"])
         roles = list(dict.fromkeys(slots.values()))
@@ -73,6 +73,7 @@ def build(tmp_path_factory):
                 for step in range(num_steps)
             ]
         )
+        vectors *= scale
         vectors[list(dead)] = 0.0
         signal = rng.integers(1, 24, (num_steps, len(slots))).astype(float)
         signal[list(dead)] = 0.0

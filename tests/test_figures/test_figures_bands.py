@@ -58,6 +58,12 @@ def test_a_lone_run_does_not_pass_for_the_mean():
     assert band["num_runs"].values.tolist() == [2, 1, 1]
 
 
+def test_two_of_three_runs_have_a_mean_but_no_interval():
+    band = over_runs([series([1.0, 2.0]), series([3.0, np.nan]), series([5.0, 6.0])])
+    assert band["mean"].values.tolist() == [3.0, 4.0]
+    assert np.isfinite(band["low"].values).tolist() == [True, False]
+
+
 def test_one_run_is_itself_without_interval():
     band = over_runs([series([1.0, np.nan, 3.0])])
     np.testing.assert_array_equal(band["mean"], [1.0, np.nan, 3.0])

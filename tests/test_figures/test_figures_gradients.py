@@ -256,3 +256,13 @@ def test_runs_without_gradients_do_not_stop_the_others(build, six):
     bare, _, _ = build("SP", 9, num_steps=3, gradients=False)
     drawing = FIGURES.get("gradient_norms")([*six, bare])
     assert len(drawing.figure.axes) == 2
+
+
+def test_a_band_that_says_nothing_does_not_set_the_scale(build):
+    runs = [build("SP", seed, num_steps=6, scale=scale)[0] for seed, scale in ((0, 1.0), (1, 1e-3))]
+    drawing = FIGURES.get("gradient_norms")(runs)
+    low, high = drawing.figure.axes[0].get_ylim()
+    dots = rows(drawing.table, drawn_as="dots")["value"]
+    assert low == pytest.approx(dots.min() / 1.3)
+    assert high == pytest.approx(dots.max() * 1.3)
+    assert rows(drawing.table, drawn_as="line")["high"].max() > 1e6 * high

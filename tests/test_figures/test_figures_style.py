@@ -125,7 +125,6 @@ TURNS = {f"{role}/{turn}": role for turn in range(3) for role in ("generator", "
 def crowds(build, six):
     plain = {"num_steps": 12}
     return {
-        "six": six,
         "one": six[3:4],
         "long names": [
             build(
@@ -154,6 +153,21 @@ def crowds(build, six):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("crowd", ["six", "one", "long names", "many slots"])
+def test_drawing_again_moves_nothing(name, six):
+    figure = FIGURES.get(name)(six[:1] + six[3:4]).figure
+    places = []
+    for _ in range(3):
+        FigureCanvasAgg(figure).draw()
+        places.append([axes.get_position().bounds for axes in figure.axes])
+    assert places[0] == places[1] == places[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_six_runs_have_their_place_on_the_paper(name, drawings):
+    assert misplaced(drawings[name].figure) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("crowd", ["one", "long names", "many slots"])
 def test_no_text_leaves_the_paper_and_no_panel_lies_under_the_legend(name, crowd, crowds):
     assert misplaced(FIGURES.get(name)(crowds[crowd]).figure) == []
