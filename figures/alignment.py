@@ -14,6 +14,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
+from gradscope.figures.bands import over_runs
 from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, names
 from gradscope.figures.measures import (
@@ -30,7 +31,7 @@ COLOURS = "RdBu_r"
 FEW_SLOTS = 4
 """With more, only one cell fits beside another."""
 NOT_APPLICABLE = "not applicable: separate policies share no coordinates"
-NO_SIGNAL = "fewer than 3 steps with signal"
+NO_SIGNAL = "too little signal: fewer than 3 steps, or only one of several seeds"
 BAR_WIDTH, NAME_LENGTH = 0.6, 0.8
 """Inches that the colour bar and the longest slot name take."""
 DARK = 0.6
@@ -60,7 +61,7 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
             for axes, window in zip(pair, WINDOWS, strict=True):
                 per_run = [pooled_cosines(run, window_steps(run, window)) for run in cell.runs]
                 tables.append(_table(cell, window, per_run))
-                mean = _mean_cosine(per_run)
+                mean = _mean_cosine(per_run)["cosine"]
                 images.append(_heat_map(axes, mean, named=window == WINDOWS[0]))
                 reasons |= _hatch_blanks(axes, mean, cell)
         for axes in pairs[len(cells) :].flat:
@@ -158,18 +159,21 @@ def _patches() -> dict[str, Patch]:
     }
 
 
-def _mean_cosine(per_run: Sequence[xr.Dataset]) -> xr.DataArray:
-    return xr.concat([run["cosine"] for run in per_run], dim="run", coords="minimal", compat="override").mean(
-        "run"
-    )
+def _mean_cosine(per_run: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Returns the cosines of one run, or their means where at least two of several runs have one."""
+    band = over_runs([run["cosine"] for run in per_run])
+    return band[["mean", "num_runs"]].rename(mean="cosine")
 
 
 def _table(cell: Cell, window: str, per_run: Sequence[xr.Dataset]) -> pd.DataFrame:
     """Returns every seed's cosines and, with several seeds, their means."""
     frames = []
-    named = [(run, {"drawn_as": "run", "seed": seed}) for run, seed in zip(per_run, cell.seeds, strict=True)]
+    named = [
+        (run.assign(num_runs=1), {"drawn_as": "run", "seed": seed})
+        for run, seed in zip(per_run, cell.seeds, strict=True)
+    ]
     if len(per_run) > 1:
-        named.append((xr.Dataset({"cosine": _mean_cosine(per_run)}), {"drawn_as": "mean", "seed": ""}))
+        named.append((_mean_cosine(per_run), {"drawn_as": "mean", "seed": ""}))
     for measures, columns in named:
         frame = measures.to_dataframe().reset_index().rename(columns={"cosine": "value"})
         for place, (name, text) in enumerate({"cell": cell.name, "window": window, **columns}.items()):

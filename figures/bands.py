@@ -22,20 +22,20 @@ def window_for(num_steps: int) -> int:
     return SMOOTHING if num_steps >= SHORTEST_SMOOTHED else 1
 
 
-def smooth(series: xr.DataArray, window: int, *, dim: str = "step") -> xr.DataArray:
+def smooth(series: xr.DataArray, window: int) -> xr.DataArray:
     """Returns the centred running mean over `window` rows, over the values that are there.
 
     NaN where fewer than half of the rows in the window have a value, so that a stretch without data stays
     empty. At the ends the window is what lies inside the run.
     """
-    rolled = series.rolling({dim: window}, center=True, min_periods=1)
-    there = series.notnull().astype(float).rolling({dim: window}, center=True, min_periods=1).sum()
-    inside = xr.ones_like(series).rolling({dim: window}, center=True, min_periods=1).sum()
+    rolled = series.rolling(step=window, center=True, min_periods=1)
+    there = series.notnull().astype(float).rolling(step=window, center=True, min_periods=1).sum()
+    inside = xr.ones_like(series).rolling(step=window, center=True, min_periods=1).sum()
     return rolled.mean().where(2 * there >= inside)
 
 
-def over_runs(series: Sequence[xr.DataArray], *, dim: str = "step") -> xr.Dataset:
-    """Returns `mean`, `low`, `high` and `num_runs` over runs at each step, dims `(step,)`.
+def over_runs(series: Sequence[xr.DataArray]) -> xr.Dataset:
+    """Returns `mean`, `low`, `high` and `num_runs` over runs at each step, on the dims of the series.
 
     Interval: mean -+ t s / sqrt(n), the 97.5 % quantile of Student's t with n - 1 degrees of freedom. The
     steps are the union of the runs' steps. One run has no interval. With more, a step at which fewer than two

@@ -266,3 +266,12 @@ def test_a_band_that_says_nothing_does_not_set_the_scale(build):
     assert low == pytest.approx(dots.min() / 1.3)
     assert high == pytest.approx(dots.max() * 1.3)
     assert rows(drawing.table, drawn_as="line")["high"].max() > 1e6 * high
+
+
+def test_a_mean_cosine_needs_two_seeds(build):
+    alive = [build("SP", seed, num_steps=40)[0] for seed in (0, 1)]
+    dead = build("SP", 2, num_steps=40, dead=range(30, 40))[0]
+    for runs, expected in (([*alive, dead], 2), ([alive[0], dead], 1)):
+        means = rows(FIGURES.get("alignment")(runs).table, window="late", drawn_as="mean")
+        assert (means["num_runs"] == expected).all()
+        assert means["value"].notna().all() == (expected == 2)
