@@ -71,7 +71,15 @@ def test_difficulty_and_spread_set_the_lengths():
 
 
 @pytest.mark.parametrize("name", GENERATED)
-@pytest.mark.parametrize("option", ["difficulty", "spread"])
+def test_shorter_problems_can_come_more_often(name):
+    task = TASKS.get(name)(difficulty=4, spread=2, easy_weight=9)
+    lengths = [len(task.problem("train", index).short) for index in range(500)]
+    assert len(set(lengths)) == 2
+    assert 0.05 < lengths.count(max(lengths)) / len(lengths) < 0.15
+
+
+@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("option", ["difficulty", "spread", "easy_weight"])
 @pytest.mark.parametrize("value", [0, 10, 2.5, True])
 def test_a_bad_difficulty_is_refused(name, option, value):
     with pytest.raises(ConfigError, match=f"{name}.*whole numbers from"):

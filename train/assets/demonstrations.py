@@ -149,7 +149,7 @@ def demonstrations(
 
     Args:
         difficulty: Task name to difficulty, for every task of `EXPERTS`.
-        spread: Task name to the number of lengths mixed.
+        spread: Task name to the number of lengths mixed, each as often as another.
         noise: How often replies go wrong.
         workflow_weights: Workflow name to how often it is played, in proportion.
         seed: Of the problems and of the noise.
@@ -158,7 +158,9 @@ def demonstrations(
     players = [
         Demonstrator(
             name,
-            TASKS.get(name)(difficulty=difficulty[name], spread=spread[name], seed=seed + 1000),
+            TASKS.get(name)(
+                difficulty=difficulty[name], spread=spread[name], easy_weight=1, seed=seed + 1000
+            ),
             noise,
             workflow_weights,
             random,

@@ -6,23 +6,21 @@ from random import Random
 
 from gradscope.train.episode import Problem
 from gradscope.train.grading import Verdict, compare_answers, extract_answer
-from gradscope.train.tasks.splits import check_difficulty, draw_text
+from gradscope.train.tasks.splits import draw_text, mixed_lengths
 
 
 class Arithmetic:
     """Additions and subtractions of two numbers of the same length, without carries; no download.
 
     Args:
-        difficulty: Most digits of one number, 2 to 9. The number of digits is spread evenly over the `spread`
-            lengths that end there, never under 2.
-        spread: How many different lengths are mixed.
+        difficulty: Most digits of one number, 2 to 9.
+        spread: How many numbers of digits are mixed, those up to the most; never under 2.
+        easy_weight: How often each smaller number of digits comes for one time of the most.
         seed: Which problems are drawn.
     """
 
-    def __init__(self, *, difficulty: int = 5, spread: int = 4, seed: int = 0) -> None:
-        check_difficulty(difficulty, task="arithmetic", low=2, high=9)
-        check_difficulty(spread, task="arithmetic spread", low=1, high=9)
-        self.lengths = range(max(2, difficulty - spread + 1), difficulty + 1)
+    def __init__(self, *, difficulty: int = 5, spread: int = 4, easy_weight: int = 2, seed: int = 0) -> None:
+        self.lengths = mixed_lengths(difficulty, spread, easy_weight, task="arithmetic", low=2)
         self.seed = seed
 
     def problem(self, split: str, index: int) -> Problem:

@@ -11,6 +11,7 @@ from gradscope.errors import ConfigError, unknown_name
 SPLITS = ("train", "held_out")
 _HELD_OUT_SHARE = 0.2
 _MAX_DRAWS = 10_000
+_MAX_LENGTH = 9
 
 
 def text_hash(text: str) -> int:
@@ -47,13 +48,28 @@ def draw_text(draw: Callable[[Random], str], *, seed: int, split: str, index: in
     raise ConfigError(f"no {split} problem in {_MAX_DRAWS} draws: this difficulty has too few. Raise it.")
 
 
-def check_difficulty(difficulty: int, *, task: str, low: int, high: int) -> None:
-    """Refuses a difficulty that is no whole number of the allowed range.
+def mixed_lengths(difficulty: int, spread: int, easy_weight: int, *, task: str, low: int) -> list[int]:
+    """Returns the lengths that a generated task draws from, each as often as it comes in the list.
+
+    Args:
+        difficulty: The greatest length, `low` to 9.
+        spread: How many lengths are mixed, those up to the greatest; none is under `low`.
+        easy_weight: How often each shorter length comes for one time of the greatest.
+        task: The task's name, for messages.
+        low: The least length.
 
     Raises:
-        ConfigError: It is outside `low` to `high`, both allowed.
+        ConfigError: One of them is no whole number of its range.
     """
-    if not isinstance(difficulty, int) or isinstance(difficulty, bool) or not low <= difficulty <= high:
+    _check("difficulty", difficulty, task=task, low=low)
+    _check("spread", spread, task=task, low=1)
+    _check("easy_weight", easy_weight, task=task, low=1)
+    shorter = list(range(max(low, difficulty - spread + 1), difficulty))
+    return [*shorter * easy_weight, difficulty]
+
+
+def _check(name: str, value: int, *, task: str, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= _MAX_LENGTH:
         raise ConfigError(
-            f"{task}: difficulty is {difficulty!r}, allowed are whole numbers from {low} to {high}."
+            f"{task}: {name} is {value!r}, allowed are whole numbers from {low} to {_MAX_LENGTH}."
         )

@@ -7,7 +7,7 @@ from random import Random
 from gradscope.train.episode import Problem
 from gradscope.train.grading import code_blocks, last_box, visible_text
 from gradscope.train.tasks import stack_machine
-from gradscope.train.tasks.splits import check_difficulty, draw_text
+from gradscope.train.tasks.splits import draw_text, mixed_lengths
 
 _OPERANDS = "ab0123456789"
 _TESTS = ((2, 7), (5, -3), (0, 4), (-6, 1), (11, 13))
@@ -26,16 +26,14 @@ class StackCode:
     """Stack programs for left-to-right expressions over a, b and digits; no download.
 
     Args:
-        difficulty: Most operations in one expression, 1 to 9. The number of operations is spread evenly over
-            the `spread` lengths that end there.
-        spread: How many different lengths are mixed.
+        difficulty: Most operations in one expression, 1 to 9.
+        spread: How many numbers of operations are mixed, those up to the most.
+        easy_weight: How often each shorter expression comes for one time of the longest.
         seed: Which problems are drawn.
     """
 
-    def __init__(self, *, difficulty: int = 6, spread: int = 5, seed: int = 0) -> None:
-        check_difficulty(difficulty, task="stack_code", low=1, high=9)
-        check_difficulty(spread, task="stack_code spread", low=1, high=9)
-        self.lengths = range(max(1, difficulty - spread + 1), difficulty + 1)
+    def __init__(self, *, difficulty: int = 6, spread: int = 5, easy_weight: int = 1, seed: int = 0) -> None:
+        self.lengths = mixed_lengths(difficulty, spread, easy_weight, task="stack_code", low=1)
         self.seed = seed
 
     def problem(self, split: str, index: int) -> Problem:
