@@ -14,8 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
+from gradscope.derive import wilson_interval
 from gradscope.detectors.cliff import find_cliff
-from gradscope.figures.bands import binomial_interval, over_runs
+from gradscope.figures.bands import over_runs
 from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, group_cells
 from gradscope.figures.panels import legend_below, panel_grid, settle_layout, step_axis, title_row
@@ -149,7 +150,7 @@ def _draw_cell(
 
 
 def _draw_run(axes: Axes, curve: Curve, seed: str, look: Look, *, alone: bool) -> pd.DataFrame:
-    low, high = binomial_interval(curve.correct, curve.total)
+    low, high = wilson_interval(curve.correct, curve.total)
     axes.plot(
         curve.step, curve.accuracy, color=look.colour, linestyle=look.dashes, label=f"_run_{seed}",
         marker=look.marker if alone else "", linewidth=1.3 if alone else 0.5, alpha=1.0 if alone else 0.5,

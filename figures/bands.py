@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import xarray as xr
-from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtri, stdtrit
-
-Array = NDArray[np.float64]
+from scipy.special import stdtrit
 
 SMOOTHING = 9
 """Steps in the running mean."""
@@ -50,13 +47,3 @@ def over_runs(series: Sequence[xr.DataArray]) -> xr.Dataset:
     quantile = xr.apply_ufunc(stdtrit, (count - 1).clip(min=1).astype(float), 0.975)
     half = (quantile * deviation / np.sqrt(count.clip(min=1))).where(count >= max(2, min(3, len(series))))
     return xr.Dataset({"mean": mean, "low": mean - half, "high": mean + half, "num_runs": count})
-
-
-def binomial_interval(num_correct: ArrayLike, num_total: ArrayLike) -> tuple[Array, Array]:
-    """Returns the 95 % Wilson score interval of a proportion (Wilson 1927), each `[...]`, within 0 and 1."""
-    correct, total = np.asarray(num_correct, dtype=np.float64), np.asarray(num_total, dtype=np.float64)
-    z = float(ndtri(0.975))
-    share = correct / total
-    centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = z / (1 + z**2 / total) * np.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    return np.clip(centre - half, 0, 1), np.clip(centre + half, 0, 1)

@@ -17,7 +17,8 @@ import typer.main
 from gradscope.errors import GradscopeError, nearest
 
 # Some releases of typer carry their own copy of click, so its errors are reached through typer's own.
-UsageError, CommandLineError = typer.BadParameter.__mro__[1:3]
+UsageError: Any = typer.BadParameter.__mro__[1]
+CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 EXIT_USER_ERROR = 2
 EXIT_BUG = 3
@@ -38,11 +39,11 @@ COMMANDS = {
 class LazyGroup(typer.core.TyperGroup):
     """A command group that imports a command's module only when that command runs."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         """Returns the commands in the order of the table."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Returns the typer command called `cmd_name`; None leads to the parser's own message."""
         if cmd_name not in COMMANDS:
             return None
@@ -52,14 +53,14 @@ class LazyGroup(typer.core.TyperGroup):
         single.command(name=cmd_name)(function)
         return typer.main.get_command(single)
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command, or fails with the nearest name."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in COMMANDS:
             raise UsageError(f"no command '{name}'.{nearest(name, COMMANDS)} Try 'gradscope --help'.")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Lists the commands from the table, without importing any of them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))

@@ -52,7 +52,7 @@ EXTRA_CONTRIBUTORS = ("decay", "carried")
 
 EVENT_KINDS = (
     "resume", "checkpoint", "nonfinite_update", "skipped_update", "alarm", "intervention", "config_change",
-    "probe_disabled", "coverage", "disk_full", "dropped_records",
+    "probe_disabled", "coverage", "disk_full", "dropped_records", "dropped_episodes",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-# What needs a download or a whole environment is not run here; the Makefile's targets are what runs this test.
+# What needs a download or an environment of its own is not run here; the Makefile's targets run this test.
 NOT_HERE = ("make ", "pip ")
 
 

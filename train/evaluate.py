@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gradscope.derive import wilson_interval
 from gradscope.errors import DataError, RunFileError
 from gradscope.train.checkpoint import find_checkpoint, load_checkpoint
 from gradscope.train.config import Config, load_config
@@ -50,7 +51,8 @@ class Evaluation:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % Wilson interval of the accuracy."""
-        return wilson_interval(self.num_correct, self.num_total)
+        low, high = wilson_interval(self.num_correct, self.num_total)
+        return float(low), float(high)
 
     @property
     def mode(self) -> str:
@@ -70,14 +72,6 @@ class Evaluation:
         """Returns plain values; NaN becomes None."""
         values = {**asdict(self), "accuracy": self.accuracy, "interval": list(self.interval)}
         return {key: _plain(value) for key, value in values.items()}
-
-
-def wilson_interval(num_correct: int, num_total: int, *, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Returns the score interval of a proportion (Wilson 1927), at 95 % unless `z` says otherwise."""
-    share, shrink = num_correct / num_total, 1.0 + z * z / num_total
-    centre = (share + z * z / (2 * num_total)) / shrink
-    spread = z / shrink * math.sqrt(share * (1 - share) / num_total + z * z / (4 * num_total**2))
-    return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
 def evaluate_session(session: Session, *, step: int, num_problems: int | None = None) -> list[Evaluation]:

@@ -232,6 +232,7 @@ class _Run:
         )
         self.saved_step = step
         writer.append_event(step, "checkpoint", path.name)
+        writer.compact()
         return path
 
     def _report(

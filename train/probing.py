@@ -18,8 +18,7 @@ class Probe:
     """Measures slot gradients while it can.
 
     Attributes:
-        seconds: Wall time spent in calls of the probe since last set to 0; its work inside the backward pass
-            is not in it.
+        seconds: Wall time spent on probes since last set to 0: in their calls and inside backward passes.
         events: Kind and message of what happened and was not yet taken.
     """
 
@@ -33,6 +32,7 @@ class Probe:
     ) -> None:
         self.seconds = 0.0
         self.events: list[tuple[str, str]] = []
+        self._counted = 0.0
         self._scope: probes.Scope | None = None
         if not section.enabled:
             return
@@ -90,7 +90,8 @@ class Probe:
         except Exception as error:
             self._disable(error)
             return None
-        self.seconds += time.perf_counter() - begin
+        self.seconds += time.perf_counter() - begin + self._scope.backward_seconds - self._counted
+        self._counted = self._scope.backward_seconds
         return record[0] if isinstance(record, list) else record
 
     def take_events(self) -> list[tuple[str, str]]:

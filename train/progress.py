@@ -78,7 +78,7 @@ class RunProgress:
         self._seconds, self._tokens = 0.0, 0
         accuracy = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
         reward = report.metrics.get("episode_reward_mean", math.nan)
-        return f"reward {reward:.3f}{accuracy}, {speed:.0f} tokens/s, probe calls {share:.1%}"
+        return f"reward {reward:.3f}{accuracy}, {speed:.0f} tokens/s, probes {share:.1%}"
 
     def _make_live(self) -> Progress:
         return Progress(

@@ -18,7 +18,7 @@ import typer
 
 NEEDS = {
     "diagnosis": ("numpy", "scipy", "xarray", "h5py", "h5netcdf"),
-    "figures": ("matplotlib", "seaborn"),
+    "figures": ("matplotlib", "pandas"),
     "probes": ("torch",),
     "training": ("torch", "transformers", "peft", "safetensors", "pydantic", "jinja2"),
     "GGUF models": ("gguf",),

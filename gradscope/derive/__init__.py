@@ -19,6 +19,7 @@ from gradscope.derive.arrays import (
     projection_share,
     role_gram,
 )
+from gradscope.derive.proportions import difference_interval, wilson_interval
 from gradscope.derive.runs import (
     copy_measures,
     policies,
@@ -40,6 +41,7 @@ __all__ = [
     "cosine_interval",
     "cosines",
     "diagonal_share",
+    "difference_interval",
     "energy_terms",
     "expected_energy_share",
     "expected_norm_share",
@@ -58,4 +60,5 @@ __all__ = [
     "step_gram",
     "step_role_count",
     "step_role_gram",
+    "wilson_interval",
 ]

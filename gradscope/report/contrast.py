@@ -9,8 +9,7 @@ from itertools import combinations
 import numpy as np
 import xarray as xr
 
-from gradscope.derive import policies, role_norms, role_shares
-from gradscope.derive.proportions import difference_interval
+from gradscope.derive import difference_interval, policies, role_norms, role_shares
 from gradscope.errors import RunFileError
 
 Count = tuple[float, float]

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-from gradscope.figures.bands import binomial_interval, over_runs, smooth, window_for
+from gradscope.figures.bands import over_runs, smooth, window_for
 
 
 def series(values, first=0):
@@ -69,11 +69,3 @@ def test_one_run_is_itself_without_interval():
     np.testing.assert_array_equal(band["mean"], [1.0, np.nan, 3.0])
     assert np.isnan(band["low"]).all()
     assert np.isnan(band["high"]).all()
-
-
-def test_binomial_interval_is_wilsons():
-    low, high = binomial_interval([8, 0, 300], [10, 20, 300])
-    for place, (correct, total) in enumerate([(8, 10), (0, 20), (300, 300)]):
-        expected = stats.binomtest(correct, total).proportion_ci(0.95, method="wilson")
-        assert low[place] == pytest.approx(expected.low, abs=1e-12)
-        assert high[place] == pytest.approx(expected.high, abs=1e-12)

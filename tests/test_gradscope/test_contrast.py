@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
-from gradscope.derive.proportions import difference_interval, wilson_interval
+from gradscope.derive import difference_interval, wilson_interval
 from gradscope.errors import RunFileError
 from gradscope.report.contrast import contrast, progress
 from gradscope.runfile import RunWriter, UpdateRecord, open_run
@@ -36,9 +37,10 @@ def test_wilson_and_newcombe_give_published_values():
     assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
     assert difference_interval((48, 80), (56, 70)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
-    low, high = wilson_interval(0, 10)
-    assert low == 0
-    assert high == pytest.approx(0.2775, abs=5e-5)
+    low, high = wilson_interval([8, 0, 300], [10, 20, 300])
+    for place, (correct, total) in enumerate([(8, 10), (0, 20), (300, 300)]):
+        expected = binomtest(correct, total).proportion_ci(0.95, method="wilson")
+        assert (low[place], high[place]) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_sharpening_is_told_from_new_answers(tmp_path):

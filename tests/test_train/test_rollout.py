@@ -74,7 +74,9 @@ def test_samples_do_not_depend_on_batching(session):
     for other in (in_fives, alone):
         for mine, theirs in zip(whole, other, strict=False):
             assert mine.ids == theirs.ids
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=5e-6)
+            assert mine.logprobs == pytest.approx(
+                theirs.logprobs, abs=2e-5
+            )  # float32, different batch shapes
     assert len({completion.ids for completion in whole}) > 6
 
 
@@ -91,7 +93,7 @@ def test_engine_and_trainer_agree_on_log_probabilities(session):
         with torch.no_grad():
             logprobs = completion_logprobs(session.policies.network, batch, temperature=0.7)
         gap = ((logprobs - batch.sampled_logprobs) * batch.completion_mask).abs().max()
-        assert gap < 5e-6  # float32, different batch shapes
+        assert gap < 2e-5  # float32, different batch shapes
 
 
 def test_greedy_takes_the_most_probable_token(session):

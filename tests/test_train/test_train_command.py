@@ -134,7 +134,7 @@ def test_progress_with_and_without_a_terminal(terminal):
     assert "step 3: nonfinite_update: policy [bold]x" in text
     assert text.count("held-out accuracy 0.500 sampled (5 of 10") == 3
     assert "reward 0.250, accuracy 0.500" in text
-    assert "probe calls 1.0%" in text
+    assert "probes 1.0%" in text
     if terminal:
         assert "20/20" in text
     else:
