@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradscope.derive import wilson_interval
 from gradscope.detectors.cliff import find_cliff
-from gradscope.figures.bands import over_runs
+from gradscope.figures.bands import band_words, over_runs
 from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, group_cells
 from gradscope.figures.panels import legend_below, panel_grid, settle_layout, step_axis, title_row
@@ -210,6 +210,7 @@ def _legend(figure: Figure, cells: Sequence[Cell], looks: Mapping[str, Look], dr
                 Line2D([], [], color="0.3", linestyle="none", marker=marker, markersize=size, label=label)
             )
     alone = [len(cell.runs) == 1 for cell in cells]
-    several = "Thin lines: single runs; thick: their mean; bands: 95 % interval of the mean over seeds."
+    bands = band_words([len(cell.runs) for cell in cells])
+    several = f"Thin lines: single runs; thick: their mean; bands: {bands}."
     one = "Band of one seed: 95 % binomial interval of each evaluation."
     legend_below(figure, handles, " ".join([several] * (not all(alone)) + [one] * any(alone)))

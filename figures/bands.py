@@ -1,4 +1,4 @@
-"""Means, 95 % intervals and smoothing of series over steps: arrays and xarray in, xarray out."""
+"""Means, bands over seeds and smoothing of series over steps: arrays and xarray in, xarray out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ SMOOTHING = 9
 """Steps in the running mean."""
 SHORTEST_SMOOTHED = 4 * SMOOTHING
 """A run with fewer steps is drawn as it is."""
+FEWEST_FOR_INTERVAL = 5
+"""Runs from which a 95 % interval is drawn; that of fewer is so wide that it hides what it is about."""
 
 
 def window_for(num_steps: int) -> int:
@@ -34,16 +36,33 @@ def smooth(series: xr.DataArray, window: int) -> xr.DataArray:
 def over_runs(series: Sequence[xr.DataArray]) -> xr.Dataset:
     """Returns `mean`, `low`, `high` and `num_runs` over runs at each step, on the dims of the series.
 
-    Interval: mean -+ t s / sqrt(n), the 97.5 % quantile of Student's t with n - 1 degrees of freedom. The
-    steps are the union of the runs' steps. One run has no interval. With more, a step at which fewer than two
-    have a value is NaN, since a lone run would pass for the mean, and so is the interval where fewer than
-    three of three or more have one, since two runs of many would make it jump.
+    The band is the range of 2 to 4 runs; of 5 or more it is the interval mean -+ t s / sqrt(n), with the
+    97.5 % quantile of Student's t and n - 1 degrees of freedom. The steps are the union of the runs' steps.
+    One run has no band. With more, a step at which fewer than two have a value is NaN, since a lone run would
+    pass for the mean, and so is the band where fewer than three of three or more have one, since two runs of
+    many would make it jump.
     """
     joined = xr.concat(list(series), dim="run", join="outer", coords="minimal", compat="override")
     count = joined.notnull().sum("run")
     fewest = min(2, len(series))
     mean = joined.mean("run").where(count >= fewest)
-    deviation = joined.std("run", ddof=1) if len(series) > 1 else xr.full_like(mean, np.nan)
-    quantile = xr.apply_ufunc(stdtrit, (count - 1).clip(min=1).astype(float), 0.975)
-    half = (quantile * deviation / np.sqrt(count.clip(min=1))).where(count >= max(2, min(3, len(series))))
-    return xr.Dataset({"mean": mean, "low": mean - half, "high": mean + half, "num_runs": count})
+    enough = count >= max(2, min(3, len(series)))
+    if len(series) < FEWEST_FOR_INTERVAL:
+        low, high = joined.min("run"), joined.max("run")
+    else:
+        quantile = xr.apply_ufunc(stdtrit, (count - 1).clip(min=1).astype(float), 0.975)
+        half = quantile * joined.std("run", ddof=1) / np.sqrt(count.clip(min=1))
+        low, high = mean - half, mean + half
+    return xr.Dataset({"mean": mean, "low": low.where(enough), "high": high.where(enough), "num_runs": count})
+
+
+def band_words(num_runs: Sequence[int]) -> str:
+    """Returns what the bands of cells with so many runs are, as a legend says it."""
+    kinds = {
+        "the seeds' range": any(1 < num < FEWEST_FOR_INTERVAL for num in num_runs),
+        "the 95 % interval of the mean": any(num >= FEWEST_FOR_INTERVAL for num in num_runs),
+    }
+    names = [name for name, there in kinds.items() if there]
+    if len(names) < 2:
+        return "".join(names)
+    return f"{names[0]}, or {names[1]} from {FEWEST_FOR_INTERVAL} seeds"

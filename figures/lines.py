@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.typing import LineStyleType
 
-from gradscope.figures.bands import SHORTEST_SMOOTHED, over_runs, smooth, window_for
+from gradscope.figures.bands import SHORTEST_SMOOTHED, band_words, over_runs, smooth, window_for
 from gradscope.figures.base import stack
 from gradscope.figures.cells import Cell
 from gradscope.figures.style import BAND_OPACITY, REFERENCE_COLOUR, Look
@@ -33,7 +33,7 @@ def draw_series(
 ) -> pd.DataFrame:
     """Draws a quantity of a cell's runs and returns the drawn numbers.
 
-    Dots are the runs' values, the line their running means averaged over runs, the band its 95 % interval.
+    Dots are the runs' values, the line their running means averaged over runs, bands as in `over_runs`.
     On a log axis means are taken of logs, and a value of 0, which has no place there, is blank.
 
     Args:
@@ -110,7 +110,8 @@ def series_note(cells: Sequence[Cell], *, mean: str = "mean") -> str:
     if alone:
         return f"Dots: single steps. {line}. One seed."
     where = " where three or more seeds have values" if max(len(cell.runs) for cell in cells) > 2 else ""
-    return f"Dots: single runs. {line}, averaged over seeds; bands: its 95 % interval{where}."
+    bands = band_words([len(cell.runs) for cell in cells])
+    return f"Dots: single runs. {line}, averaged over seeds; bands: {bands}{where}."
 
 
 def _log(series: xr.DataArray) -> xr.DataArray:

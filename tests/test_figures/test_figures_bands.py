@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-from gradscope.figures.bands import over_runs, smooth, window_for
+from gradscope.figures.bands import band_words, over_runs, smooth, window_for
 
 
 def series(values, first=0):
@@ -42,13 +42,22 @@ def test_short_runs_are_not_smoothed():
 
 
 def test_band_over_seeds_is_student_t():
-    runs = np.array([[0.1, 0.5, 0.2], [0.4, 0.6, 0.1], [0.2, 0.9, 0.3]])
+    runs = np.array([[0.1, 0.5, 0.2], [0.4, 0.6, 0.1], [0.2, 0.9, 0.3], [0.3, 0.4, 0.9], [0.2, 0.2, 0.2]])
     band = over_runs([series(row) for row in runs])
-    low, high = stats.t.interval(0.95, 2, runs.mean(axis=0), stats.sem(runs, axis=0))
+    low, high = stats.t.interval(0.95, 4, runs.mean(axis=0), stats.sem(runs, axis=0))
     np.testing.assert_allclose(band["mean"], runs.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(band["low"], low, rtol=1e-12)
     np.testing.assert_allclose(band["high"], high, rtol=1e-12)
-    assert band["num_runs"].values.tolist() == [3, 3, 3]
+    assert band["num_runs"].values.tolist() == [5, 5, 5]
+
+
+def test_band_of_few_seeds_is_their_range():
+    band = over_runs([series([0.1, 0.5]), series([0.4, 0.6]), series([0.3, 0.1])])
+    assert band["low"].values.tolist() == [0.1, 0.1]
+    assert band["high"].values.tolist() == [0.4, 0.6]
+    assert band_words([3, 1]) == "the seeds' range"
+    assert band_words([7]) == "the 95 % interval of the mean"
+    assert band_words([3, 7]) == "the seeds' range, or the 95 % interval of the mean from 5 seeds"
 
 
 def test_a_lone_run_does_not_pass_for_the_mean():

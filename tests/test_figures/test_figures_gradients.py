@@ -43,9 +43,7 @@ def test_norm_line_is_the_geometric_mean_over_nine_steps_and_seeds(drawings, iso
     logs = np.array([0.5 * np.log(recipe.energy("generator")) for _, recipe, _ in isolated])
     smoothed = np.array([logs[:, max(0, t - 4) : t + 5].mean(axis=1) for t in range(40)])
     np.testing.assert_allclose(line["value"], np.exp(smoothed.mean(axis=1)), rtol=1e-12)
-    # 4.302653 is the 97.5 % quantile of Student's t with two degrees of freedom.
-    half = 4.302653 * smoothed.std(axis=1, ddof=1) / np.sqrt(3)
-    np.testing.assert_allclose(line["high"], np.exp(smoothed.mean(axis=1) + half), rtol=1e-6)
+    np.testing.assert_allclose(line["high"], np.exp(smoothed.max(axis=1)), rtol=1e-12)
     assert (line["num_runs"] == 3).all()
 
 
@@ -259,13 +257,14 @@ def test_runs_without_gradients_do_not_stop_the_others(build, six):
 
 
 def test_a_band_that_says_nothing_does_not_set_the_scale(build):
-    runs = [build("SP", seed, num_steps=6, scale=scale)[0] for seed, scale in ((0, 1.0), (1, 1e-3))]
+    scales = enumerate((1.0, 1e-6, 1.0, 1e-6, 1.0))
+    runs = [build("SP", seed, num_steps=6, scale=scale)[0] for seed, scale in scales]
     drawing = FIGURES.get("gradient_norms")(runs)
     low, high = drawing.figure.axes[0].get_ylim()
     dots = rows(drawing.table, drawn_as="dots")["value"]
     assert low == pytest.approx(dots.min() / 1.3)
     assert high == pytest.approx(dots.max() * 1.3)
-    assert rows(drawing.table, drawn_as="line")["high"].max() > 1e6 * high
+    assert rows(drawing.table, drawn_as="line")["high"].max() > 10 * high
 
 
 def test_a_mean_cosine_needs_two_seeds(build):
