@@ -111,10 +111,16 @@ def _convert(file: Path, folder: Path) -> None:
     options = {}
     if hasattr(quantization, "GgufConfig"):
         options["quantization_config"] = quantization.GgufConfig(dequantize=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, **options
-    )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, **options
+        )
+    except Exception as error:  # whatever the readers of a foreign format make of the user's file
+        raise ConfigError(
+            f"model.path: '{file}' cannot be read as a GGUF model ({type(error).__name__}: {error}). "
+            "Give the file of an architecture that transformers converts."
+        ) from error
     fresh = transformers.AutoModelForCausalLM.from_config(model.config)
     fresh.load_state_dict(model.state_dict())
     fresh.to(torch.float32).save_pretrained(folder)
