@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
-from numpy.typing import NDArray
 
 from gradscope.derive import wilson_interval
 from gradscope.detectors.cliff import find_cliff
@@ -21,53 +19,12 @@ from gradscope.figures.base import Drawing, NothingToDrawError, stack
 from gradscope.figures.cells import Cell, group_cells
 from gradscope.figures.panels import legend_below, panel_grid, settle_layout, step_axis, title_row
 from gradscope.figures.style import BAND_OPACITY, COLUMN_WIDTH, FULL_WIDTH, Look, paper_style, policy_looks
-from gradscope.stats.evaluations import order_evaluations
-
-Array = NDArray[Any]
+from gradscope.stats.evaluations import Evaluations, Setting, evaluation_series
 
 SEEN = ("cliff", "strong")
 """Verdicts of the detector that are marked."""
 MARKS = {"peak": ("*", 10.0), "cliff onset": ("X", 6.0)}
 """Marker and size of each mark."""
-
-
-class Setting(NamedTuple):
-    """One way of evaluating: accuracies of different settings are never one curve."""
-
-    dataset: str
-    greedy: bool
-    temperature: float | None
-
-    @classmethod
-    def of(cls, evaluation: xr.Dataset) -> Setting:
-        """Returns the setting of one row of /eval."""
-        known = {name: float(evaluation[name]) for name in ("greedy", "temperature") if name in evaluation}
-        greedy, temperature = known.get("greedy") == 1, known.get("temperature", np.nan)
-        return cls(
-            str(evaluation["dataset"].item()),
-            greedy,
-            None if greedy or np.isnan(temperature) else temperature,
-        )
-
-    def __str__(self) -> str:
-        if self.greedy:
-            return f"{self.dataset}, greedy"
-        return f"{self.dataset}, sampled" + (
-            "" if self.temperature is None else f" at T = {self.temperature:g}"
-        )
-
-
-class Curve(NamedTuple):
-    """Evaluations of one run in one setting by step, each `[T]`."""
-
-    step: Array
-    correct: Array
-    total: Array
-
-    @property
-    def accuracy(self) -> Array:
-        """Fraction of right answers, `[T]`."""
-        return self.correct / self.total
 
 
 def draw(runs: Sequence[xr.DataTree]) -> Drawing:
@@ -81,7 +38,7 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         DataError: A run is given twice.
     """
     every = group_cells(runs)
-    curves = {cell.name: [_curves(run) for run in cell.runs] for cell in every}
+    curves = {cell.name: [evaluation_series(run) for run in cell.runs] for cell in every}
     cells = [cell for cell in every if any(curves[cell.name])]
     if not cells:
         raise NothingToDrawError(
@@ -116,26 +73,8 @@ def _accuracy_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _curves(run: xr.DataTree) -> dict[Setting, Curve]:
-    """Returns the evaluations of each setting in order of their steps, repeats merged."""
-    if "eval" not in run.children:
-        return {}
-    evaluations = run["eval"].to_dataset()
-    evaluations = evaluations.isel(evaluation=(evaluations["num_total"] > 0).values)
-    groups: dict[Setting, list[int]] = {}
-    for row in range(evaluations.sizes["evaluation"]):
-        groups.setdefault(Setting.of(evaluations.isel(evaluation=row)), []).append(row)
-    curves = {}
-    for way, rows in groups.items():
-        own = evaluations.isel(evaluation=rows)
-        steps = own["step"].values
-        merged = order_evaluations(own["num_correct"].values, own["num_total"].values, steps)
-        curves[way] = Curve(steps[merged.source], merged.correct, merged.total)
-    return curves
-
-
 def _draw_cell(
-    axes: Axes, cell: Cell, way: Setting, curves: Sequence[Curve | None], look: Look
+    axes: Axes, cell: Cell, way: Setting, curves: Sequence[Evaluations | None], look: Look
 ) -> pd.DataFrame:
     """Draws one cell's accuracy: of one run with binomial intervals, of several with their band."""
     known = [(curve, seed) for curve, seed in zip(curves, cell.seeds, strict=True) if curve is not None]
@@ -149,7 +88,7 @@ def _draw_cell(
     return table
 
 
-def _draw_run(axes: Axes, curve: Curve, seed: str, look: Look, *, alone: bool) -> pd.DataFrame:
+def _draw_run(axes: Axes, curve: Evaluations, seed: str, look: Look, *, alone: bool) -> pd.DataFrame:
     low, high = wilson_interval(curve.correct, curve.total)
     axes.plot(
         curve.step, curve.accuracy, color=look.colour, linestyle=look.dashes, label=f"_run_{seed}",
@@ -162,7 +101,7 @@ def _draw_run(axes: Axes, curve: Curve, seed: str, look: Look, *, alone: bool) -
     return stack([table, _mark_cliff(axes, curve, seed, look)])
 
 
-def _draw_mean(axes: Axes, curves: Sequence[Curve], look: Look) -> pd.DataFrame:
+def _draw_mean(axes: Axes, curves: Sequence[Evaluations], look: Look) -> pd.DataFrame:
     band = over_runs([xr.DataArray(curve.accuracy, {"step": curve.step}, ("step",)) for curve in curves])
     axes.plot(
         band["step"], band["mean"], color=look.colour, linestyle=look.dashes, marker=look.marker,
@@ -177,7 +116,7 @@ def _draw_mean(axes: Axes, curves: Sequence[Curve], look: Look) -> pd.DataFrame:
     return table
 
 
-def _mark_cliff(axes: Axes, curve: Curve, seed: str, look: Look) -> pd.DataFrame:
+def _mark_cliff(axes: Axes, curve: Evaluations, seed: str, look: Look) -> pd.DataFrame:
     """Marks the peak and the first evaluation after the break, where there is a cliff."""
     cliff = find_cliff(curve.correct, curve.total, step=curve.step)
     if cliff.verdict not in SEEN or cliff.index is None:

@@ -1,6 +1,7 @@
 """What follows from the stored products, defined once: on arrays, and by name on an opened run."""
 
 from gradscope.derive.arrays import (
+    alignments,
     amplification,
     amplification_if_aligned,
     amplification_if_orthogonal,
@@ -11,6 +12,7 @@ from gradscope.derive.arrays import (
     energy_terms,
     expected_energy_share,
     expected_norm_share,
+    log_size,
     membership,
     norm_share,
     norms,
@@ -18,6 +20,7 @@ from gradscope.derive.arrays import (
     pooled,
     projection_share,
     role_gram,
+    summed,
 )
 from gradscope.derive.proportions import difference_interval, wilson_interval
 from gradscope.derive.runs import (
@@ -33,6 +36,7 @@ from gradscope.derive.runs import (
 )
 
 __all__ = [
+    "alignments",
     "amplification",
     "amplification_if_aligned",
     "amplification_if_orthogonal",
@@ -45,6 +49,7 @@ __all__ = [
     "energy_terms",
     "expected_energy_share",
     "expected_norm_share",
+    "log_size",
     "membership",
     "norm_share",
     "norms",
@@ -60,5 +65,6 @@ __all__ = [
     "step_gram",
     "step_role_count",
     "step_role_gram",
+    "summed",
     "wilson_interval",
 ]

@@ -1,4 +1,4 @@
-"""What follows from stored products, on arrays `[..., K, K]`. Definitions: design, section 3.
+"""What follows from stored products, on arrays `[..., K, K]`. Definitions: docs/words.md.
 
 K is the number of slots, R of roles, C of contributors. A slot whose diagonal is NaN had no rows and is
 absent: sums go over the others. A quantity that is 0/0 (no gradient at all) is NaN.
@@ -108,9 +108,7 @@ def projection_share(gram: Array) -> Array:
 
     Sums to 1; negative means overruled. Of `update_gram` it is the *update share*.
     """
-    row_sums = np.nansum(gram, axis=-1)
-    present = ~np.isnan(_diagonal(gram))
-    return _ratio(np.where(present, row_sums, np.nan), _present_sum(gram)[..., None])
+    return _ratio(_row_sums(gram), _present_sum(gram)[..., None])
 
 
 def expected_energy_share(counts: Array) -> Array:
@@ -131,6 +129,39 @@ def pooled(grams: Array) -> Array:
     """Returns the sum over the first axis, `[T, ..., K, K]` to `[..., K, K]`; NaN where never there."""
     there = ~np.isnan(grams)
     return np.where(there.any(axis=0), np.where(there, grams, 0.0).sum(axis=0), np.nan)
+
+
+def summed(grams: Array, starts: NDArray[np.intp]) -> Array:
+    """Returns the sums of runs of updates, `[U, K, K]` to `[S, K, K]`; a sum of squares, not its square.
+
+    An update that lacks one of two gradients adds nothing to their product, so the product of two that
+    never share an update is 0. NaN where one of them is in none, and where a product is missing although
+    both are there.
+
+    Args:
+        grams: One matrix an update.
+        starts: First update of each run, increasing, `[S]`.
+    """
+    present = ~np.isnan(_diagonal(grams))
+    both = present[..., :, None] & present[..., None, :]
+    sums = np.add.reduceat(np.where(both, grams, 0.0), starts, axis=0)
+    ever = np.logical_or.reduceat(present, starts, axis=0)
+    return np.where(ever[..., :, None] & ever[..., None, :], sums, np.nan)
+
+
+def alignments(gram: Array) -> Array:
+    """Returns the cosine of each gradient with the sum of all, `[..., K]`; NaN where either is 0."""
+    total = np.sqrt(np.maximum(_present_sum(gram), 0.0))
+    return _ratio(_row_sums(gram), norms(gram) * total[..., None])
+
+
+def log_size(gram: Array) -> Array:
+    """Returns half the log of the mean squared norm of the gradients that are there, `[...]`.
+
+    The mean, not the sum, so that a copy that sits out a step does not look like a smaller gradient. NaN
+    where all are 0.
+    """
+    return 0.5 * _log(_ratio(np.nansum(_diagonal(gram), axis=-1), num_present(gram)))
 
 
 def energy_terms(gram: Array, membership_KR: Array, counts: Mapping[str, Array]) -> dict[str, Array]:
@@ -188,11 +219,17 @@ def _diagonal(gram: Array) -> Array:
     return np.diagonal(gram, axis1=-2, axis2=-1)
 
 
+def _row_sums(gram: Array) -> Array:
+    """Returns the sum of each slot's products with all that are there; NaN for one that is not."""
+    present = ~np.isnan(_diagonal(gram))
+    both = present[..., :, None] & present[..., None, :]
+    return np.where(present, np.where(both, gram, 0.0).sum(axis=-1), np.nan)
+
+
 def _present_sum(gram: Array) -> Array:
     """Returns the sum over all pairs of slots that are there; a missing product of two such is NaN."""
     present = ~np.isnan(_diagonal(gram))
-    both = present[..., :, None] & present[..., None, :]
-    return np.where(both, gram, 0.0).sum(axis=(-2, -1))
+    return np.where(present, _row_sums(gram), 0.0).sum(axis=-1)
 
 
 def _total(values: Array) -> Array:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradscope.derive.arrays import (
     Array,
@@ -22,6 +23,7 @@ from gradscope.derive.arrays import (
     num_present,
     projection_share,
     role_gram,
+    summed,
 )
 from gradscope.errors import RunFileError, unknown_name
 
@@ -51,14 +53,15 @@ def step_gram(run: xr.DataTree, policy: str, *, variable: str = "gram") -> xr.Da
     """Returns the sum of a policy's products over the updates of each step: (step, slot, slot_b).
 
     A sum of squares, not the square of the sum. Has every step of the run; NaN where the policy had no
-    update or the slot no rows. `variable` is `gram` or `gram_cross`.
+    update or the slot no rows in any; 0 between slots that had rows in different updates only. `variable` is
+    `gram` or `gram_cross`.
 
     Raises:
         RunFileError: The run has no such variable.
         UnknownNameError: No slot is routed to the policy.
     """
     slots = policy_slots(run, policy)
-    return _summed_over_updates(run, policy, variable).sel(slot=slots, slot_b=slots)
+    return _over_steps(run, policy, variable, summed).sel(slot=slots, slot_b=slots)
 
 
 def step_count(run: xr.DataTree, policy: str, *, variable: str = "num_rows") -> xr.DataArray:
@@ -66,11 +69,15 @@ def step_count(run: xr.DataTree, policy: str, *, variable: str = "num_rows") -> 
 
     Raises as `step_gram`.
     """
-    return _summed_over_updates(run, policy, variable).sel(slot=policy_slots(run, policy))
+    return _over_steps(run, policy, variable, _summed_counts).sel(slot=policy_slots(run, policy))
 
 
 def step_role_gram(run: xr.DataTree, policy: str, *, variable: str = "gram") -> xr.DataArray:
-    """Returns Z'GZ of each step for the policy's roles: (step, role, role_b); raises as `step_gram`."""
+    """Returns the sum over a step's updates of Z'GZ of the policy's roles: (step, role, role_b).
+
+    Raises as `step_gram`.
+    """
+    # Z'GZ of the sum is the sum of the updates' Z'GZ, since what an update lacks adds 0 to either.
     gram = step_gram(run, policy, variable=variable)
     roles, membership_KR = _roles(run, gram["slot"].values.tolist())
     values = role_gram(gram.values, membership_KR)
@@ -102,8 +109,9 @@ def role_norms(run: xr.DataTree, policy: str) -> xr.DataArray:
 def role_shares(run: xr.DataTree, policy: str) -> xr.Dataset:
     """Returns the shares of the policy's roles, each (step, role), as far as the run has what they need.
 
-    energy and norm always; expected_energy and expected_norm from the rows with signal (all rows where those
-    were not counted); signal from gram_cross; update (step, contributor) from update_gram.
+    energy and norm always; expected_energy and expected_norm, what counts alone would give, from the rows
+    with signal (all rows where those were not counted); signal from gram_cross; update (step, contributor)
+    from update_gram.
 
     Raises:
         RunFileError: The run has no Grams.
@@ -117,16 +125,15 @@ def role_shares(run: xr.DataTree, policy: str) -> xr.Dataset:
         "energy": _array(diagonal_share(gram.values), axes, "energy share"),
         "norm": _array(norm_share(gram.values), axes, "norm share"),
     }
-    counted = next((name for name in ("num_signal_rows", "num_rows") if name in run["updates"]), None)
-    if counted:
-        counts = step_role_count(run, policy, variable=counted).values
+    counts = _told_counts(run, policy)
+    if counts is not None:
         shares["expected_energy"] = _array(expected_energy_share(counts), axes, "energy share by counts only")
         shares["expected_norm"] = _array(expected_norm_share(counts), axes, "norm share by counts only")
     if "gram_cross" in run["updates"]:
         cross = step_role_gram(run, policy, variable="gram_cross").values
         shares["signal"] = _array(diagonal_share(cross), axes, "signal share")
     if "update_gram" in run["updates"]:
-        update = _summed_over_updates(run, policy, "update_gram")
+        update = _over_steps(run, policy, "update_gram", summed)
         own = {"step": update["step"], "contributor": update["contributor"]}
         shares["update"] = _array(projection_share(update.values), own, "update share")
     return xr.Dataset(shares)
@@ -159,7 +166,20 @@ def copy_measures(run: xr.DataTree, policy: str, role: str) -> xr.Dataset:
     )
 
 
-def _summed_over_updates(run: xr.DataTree, policy: str, variable: str) -> xr.DataArray:
+def _told_counts(run: xr.DataTree, policy: str) -> Array | None:
+    """Returns the counts that shares are compared with, `[T, R]`; None where none was ever told."""
+    for name in ("num_signal_rows", "num_rows"):
+        if name in run["updates"]:
+            counts = step_role_count(run, policy, variable=name).values
+            if not np.isnan(counts).all():
+                return counts
+    return None
+
+
+def _over_steps(
+    run: xr.DataTree, policy: str, variable: str, total: Callable[[Array, NDArray[np.intp]], Array]
+) -> xr.DataArray:
+    """Returns a policy's updates summed within each step by `total`; NaN at steps without one."""
     if "updates" not in run.children or variable not in run["updates"]:
         raise RunFileError(f"run: /updates has no '{variable}'. Record it with probes (probes.enabled=true).")
     updates = run["updates"].to_dataset()
@@ -167,16 +187,20 @@ def _summed_over_updates(run: xr.DataTree, policy: str, variable: str) -> xr.Dat
     own = updates["policy"].values == policy
     steps, starts = np.unique(updates["step"].values[own], return_index=True)
     values = source.values[own]
-    there = ~np.isnan(values)
     train = run["train"].to_dataset()["step"].values if "train" in run.children else steps
     every = np.union1d(train, updates["step"].values)
-    summed = np.full((len(every), *values.shape[1:]), np.nan)
+    series = np.full((len(every), *values.shape[1:]), np.nan)
     if len(steps):
-        sums = np.add.reduceat(np.where(there, values, 0.0), starts, axis=0)
-        any_there = np.logical_or.reduceat(there, starts, axis=0)
-        summed[np.searchsorted(every, steps)] = np.where(any_there, sums, np.nan)
+        series[np.searchsorted(every, steps)] = total(values, starts)
     axes = {"step": every, **{str(dim): source[dim] for dim in source.dims[1:]}}
-    return _array(summed, axes, str(source.attrs["long_name"]))
+    return _array(series, axes, str(source.attrs["long_name"]))
+
+
+def _summed_counts(counts: Array, starts: NDArray[np.intp]) -> Array:
+    """Returns the sums of runs of updates, `[U, K]` to `[S, K]`; NaN where a slot has no count in any."""
+    there = ~np.isnan(counts)
+    sums = np.add.reduceat(np.where(there, counts, 0.0), starts, axis=0)
+    return np.where(np.logical_or.reduceat(there, starts, axis=0), sums, np.nan)
 
 
 def _roles(run: xr.DataTree, slots: Sequence[str]) -> tuple[list[str], Array]:

@@ -13,7 +13,7 @@ from gradscope import derive
 from gradscope.detectors.finding import Finding, Skipped
 from gradscope.detectors.series import PolicySeries, policy_series
 from gradscope.detectors.wording import at_step, score, too_few
-from gradscope.stats.grams import checked_grams, checked_steps, log_size
+from gradscope.stats.grams import checked_grams, checked_steps
 from gradscope.stats.steps import as_step
 from gradscope.stats.windows import onset, windows_for
 
@@ -23,10 +23,7 @@ COHERENCE_UNIT = 0.2
 SIZE_UNIT = 0.3
 FOUND = 1.0
 POSSIBLE = 0.4
-"""Units and thresholds of reference/logs_and_detectors.md 5.3. They were calibrated there on
-(sum G / trace G - 1) / (N - 1); the coherence used here equals it where the copies' norms are equal."""
-
-
+"""Units and thresholds; docs/detectors.md says where they were calibrated."""
 FALSE_ALARMS = "of simulated runs without it 0.3 % reach that, and 6 % reach 0.4, called possible"
 """Measured on `synthetic.gradient_series`, 5500 runs."""
 
@@ -71,7 +68,7 @@ def find_amplification(slot_gram: ArrayLike, *, step: ArrayLike | None = None) -
     """
     grams = checked_grams(slot_gram, name="slot_gram", least=2)
     steps = checked_steps(step, grams.shape[0])
-    kappa, size = derive.coherence(grams), log_size(grams)
+    kappa, size = derive.coherence(grams), derive.log_size(grams)
     windows = windows_for(grams.shape[0])
     if windows is None:
         return _undetermined({})

@@ -11,12 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from gradscope import derive
 from gradscope.detectors.finding import Finding, Skipped
-from gradscope.detectors.series import PolicySeries, policy_series, role_means, table
+from gradscope.detectors.series import PolicySeries, policy_series, role_means
 from gradscope.detectors.wording import at_step, percent, score, too_few
 from gradscope.errors import SchemaError
-from gradscope.stats.grams import alignments, checked_grams, checked_steps, complete, logit
+from gradscope.stats.grams import checked_grams, checked_steps, complete, logit
 from gradscope.stats.steps import as_step
-from gradscope.stats.windows import Windows, onset, windows_for
+from gradscope.stats.windows import FEWEST_VALID, SHORTEST, Windows, onset, windows_for
 
 Array = NDArray[np.float64]
 
@@ -27,11 +27,9 @@ VIOLATION_UNIT = 0.10
 CAPTURE = 0.75
 POSSIBLE = 0.5
 DOMINANCE = 1.0
-"""Units and thresholds of reference/logs_and_detectors.md 5.2, calibrated on the statistics defined here."""
+"""Units and thresholds; docs/detectors.md says where they were calibrated."""
 SHORTEST_REPLY = 0.5
 """Tokens; a role that falls silent has a long way to go down in log length, not an infinite one."""
-
-
 FALSE_ALARMS = "0.5 % of simulated runs without capture reach it, 4 % of those whose replies drift"
 """Measured on `synthetic.gradient_series`, 5000 runs."""
 
@@ -51,7 +49,8 @@ class Capture:
         step: `step[index]`; None where no steps were given or nothing is determined.
         parts: `share`, `alignment`, `drift` (the score is their smallest), what drift is made of
             (`drift_length`, `drift_violation`, of role index `drift_role`), the captor's median share in both
-            windows (`share_base`, `share_final`), and `drift_from`: which records drift was read from.
+            windows (`share_base`, `share_final`), and `drift_from`: which records drift was read from. Where
+            it is undetermined, `missing` says for want of what.
     """
 
     score: float
@@ -88,11 +87,11 @@ def find_capture(
     steps = checked_steps(step, grams.shape[0])
     windows = windows_for(grams.shape[0])
     if windows is None:
-        return _undetermined({})
+        return _undetermined({}, f"{2 * SHORTEST} steps")
     shares = derive.diagonal_share(grams)
     base, final = windows.medians(shares)
     if not np.isfinite(base + final).all():
-        return _undetermined({})
+        return _undetermined({}, f"{FEWEST_VALID} steps with signal in both windows")
     captor = int(np.argmax(final))
     parts: dict[str, float | str] = {
         "share": float(logit(final)[captor] - logit(base)[captor]) / SHARE_UNIT,
@@ -103,7 +102,7 @@ def find_capture(
     }
     total = float(np.min([parts["share"], parts["alignment"], parts["drift"]]))
     if not np.isfinite(total):
-        return _undetermined(parts)
+        return _undetermined(parts, _missing(parts))
     row = onset(logit(shares[:, captor]), base=float(logit(base)[captor]), final=float(logit(final)[captor]))
     return Capture(
         score=total,
@@ -115,8 +114,15 @@ def find_capture(
     )
 
 
-def _undetermined(parts: Mapping[str, float | str]) -> Capture:
-    return Capture(float("nan"), "undetermined", None, None, None, parts)
+def _undetermined(parts: Mapping[str, float | str], missing: str) -> Capture:
+    return Capture(float("nan"), "undetermined", None, None, None, {**parts, "missing": missing})
+
+
+def _missing(parts: Mapping[str, float | str]) -> str:
+    """Returns what a part that is NaN would have needed."""
+    if not np.isfinite(float(parts["alignment"])):
+        return "products between the roles' gradients"
+    return "reply lengths and format violations of five steps in both windows"
 
 
 def _verdict(value: float, gradients: float) -> str:
@@ -145,7 +151,7 @@ def _checked_replies(values: ArrayLike, grams: Array, *, name: str, largest: flo
 
 def _alignment_gain(grams: Array, captor: int, windows: Windows) -> float:
     """Returns the rise of the captor's alignment with the sum above the mean of the others'."""
-    base, final = windows.medians(alignments(grams))
+    base, final = windows.medians(derive.alignments(grams))
     rise = final - base
     others = np.delete(rise, captor)
     known = others[np.isfinite(others)]
@@ -162,7 +168,7 @@ def _drift(tokens: Array, violations: Array, captor: int, windows: Windows) -> d
     drift_LR[:, captor] = np.nan
     lengths, formats = np.isfinite(drift_LR).any(axis=1)
     if not (lengths or formats):
-        return {"drift": float("nan"), "drift_from": "neither reply lengths nor format violations"}
+        return {"drift": float("nan")}
     role = int(np.argmax(np.where(np.isfinite(drift_LR), drift_LR, -np.inf).max(axis=0)))
     sources = {
         (True, True): "reply lengths and format violations",
@@ -202,7 +208,7 @@ def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
     evidence["share_expected"] = expected = _expected_share(run, series, capture)
     subject = f"policy '{series.policy}'"
     if capture.role is None:
-        reason = too_few(series.role_gram()) or f"the log has {capture.parts.get('drift_from', 'too little')}"
+        reason = too_few(series.role_gram()) or f"the log lacks {capture.parts['missing']}"
         sentence = f"Role capture of {subject}: cannot be told, {reason}."
         return Finding("capture", None, None, capture.verdict, evidence, sentence)
     role = roles[capture.role]
@@ -220,12 +226,13 @@ def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
 
 
 def _expected_share(run: xr.DataTree, series: PolicySeries, capture: Capture) -> float:
-    """Returns the captor's energy share in the first window if roles differed in numbers of rows only."""
+    """Returns the captor's energy share in the first window if roles differed in their counts only."""
     windows = windows_for(series.steps.size)
-    if capture.role is None or windows is None or "num_rows" not in table(run, "updates"):
+    shares = derive.role_shares(run, series.policy)
+    if capture.role is None or windows is None or "expected_energy" not in shares:
         return float("nan")
-    rows = derive.step_role_count(run, series.policy, variable="num_rows").values
-    return float(windows.medians(derive.expected_energy_share(rows))[0][capture.role])
+    own = shares["expected_energy"].sel(role=series.role_names()[capture.role])
+    return float(windows.medians(own.values)[0])
 
 
 def _imbalance(base: float, expected: float) -> str:
@@ -234,8 +241,8 @@ def _imbalance(base: float, expected: float) -> str:
     if not shares[0] - shares[1] > 2.0 * SHARE_UNIT:
         return ""
     return (
-        f" It was imbalanced from the start: its rows alone would give it {percent(expected)}. A capture "
-        "before the first fifth would look like this."
+        f" It was imbalanced from the start: its number of rows alone would give it {percent(expected)}. A "
+        "capture before the first fifth would look like this."
     )
 
 

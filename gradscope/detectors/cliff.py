@@ -11,7 +11,13 @@ from numpy.typing import ArrayLike
 from gradscope.detectors.finding import Evidence, Finding, Skipped
 from gradscope.detectors.series import need, table
 from gradscope.detectors.wording import at_step, percent, points, score
-from gradscope.stats.evaluations import Evaluations, dispersion, order_evaluations
+from gradscope.stats.evaluations import (
+    Evaluations,
+    Setting,
+    dispersion,
+    evaluation_series,
+    order_evaluations,
+)
 from gradscope.stats.steps import as_step
 from gradscope.stats.two_window import fall_p_value, strongest_fall, widths_for
 
@@ -22,9 +28,7 @@ MARGIN = 0.03
 STRONG = 3.0
 FOUND = 2.0
 POSSIBLE = 1.5
-"""Thresholds of the score, calibrated on the statistic defined here (reference/logs_and_detectors.md 5.1)."""
-
-
+"""Thresholds of the score; docs/detectors.md says where they were calibrated."""
 FALSE_ALARMS = "3 % of simulated curves without a cliff exceed 2, 8 % of those with 30 problems"
 """Measured on `synthetic.accuracy_curve`, 6000 curves; 0.2 % exceed 3."""
 
@@ -85,7 +89,7 @@ def find_cliff(num_correct: ArrayLike, num_total: ArrayLike, *, step: ArrayLike 
         score=float(fall.score),
         verdict=_verdict(float(fall.score)),
         index=int(series.source[place]),
-        step=as_step(series.step, place),
+        step=None if step is None else as_step(series.step, place),
         before=before,
         after=after,
         depth=before - after,
@@ -121,24 +125,12 @@ def detect(run: xr.DataTree) -> list[Finding]:
     Raises:
         Skipped: The run holds no evaluations.
     """
-    evaluations = need(run, "eval", "num_correct", "num_total")
-    usable = ((evaluations["num_correct"] >= 0) & (evaluations["num_total"] > 0)).values
-    if not usable.any():
+    need(run, "eval", "num_correct", "num_total")
+    every = evaluation_series(run)
+    if not every:
         raise Skipped("no evaluation of the run has counts")
-    groups: dict[str, list[int]] = {}
-    for row in np.flatnonzero(usable).tolist():
-        groups.setdefault(_setting(evaluations.isel(evaluation=row)), []).append(row)
     resumed = _resumed_steps(run)
-    return [_finding(setting, evaluations.isel(evaluation=rows), resumed) for setting, rows in groups.items()]
-
-
-def _setting(evaluation: xr.Dataset) -> str:
-    """Returns data set and sampling of one evaluation in words: only alike ones may be compared."""
-    dataset = str(evaluation["dataset"].item()) if "dataset" in evaluation else "unnamed"
-    if "greedy" in evaluation and evaluation["greedy"].item() == 1:
-        return f"'{dataset}' (greedy)"
-    temperature = float(evaluation["temperature"].item()) if "temperature" in evaluation else float("nan")
-    return f"'{dataset}' (sampled{f' at T={temperature:g}' if np.isfinite(temperature) else ''})"
+    return [_finding(setting, series, resumed) for setting, series in every.items()]
 
 
 def _resumed_steps(run: xr.DataTree) -> list[float]:
@@ -148,12 +140,13 @@ def _resumed_steps(run: xr.DataTree) -> list[float]:
     return [float(start) for start in segments["start_step"].values[1:] if np.isfinite(start)]
 
 
-def _finding(setting: str, evaluations: xr.Dataset, resumed: list[float]) -> Finding:
-    correct, total, step = (evaluations[name].values for name in ("num_correct", "num_total", "step"))
-    cliff = find_cliff(correct, total, step=step)
-    best = int(np.argmax(correct / total))
+def _finding(setting: Setting, series: Evaluations, resumed: list[float]) -> Finding:
+    step = series.step
+    cliff = find_cliff(series.correct, series.total, step=step)
+    best = int(np.argmax(series.accuracy))
+    where = f"'{setting.dataset}' ({setting.sampling})"
     evidence: Evidence = {
-        "setting": setting,
+        "setting": where,
         "score": cliff.score,
         "p_value": cliff.p_value,
         "before": cliff.before,
@@ -161,24 +154,24 @@ def _finding(setting: str, evaluations: xr.Dataset, resumed: list[float]) -> Fin
         "depth": cliff.depth,
         "depth_low": cliff.interval[0],
         "depth_high": cliff.interval[1],
-        "num_evaluations": int(np.unique(step).size),
-        "peak": float(correct[best] / total[best]),
+        "num_evaluations": int(step.size),
+        "peak": float(series.accuracy[best]),
         "peak_step": int(step[best]),
     }
     if cliff.step is None:
         sentence = (
-            f"Accuracy cliff on {setting}: cannot be told from {evidence['num_evaluations']} evaluated "
+            f"Accuracy cliff on {where}: cannot be told from {evidence['num_evaluations']} evaluated "
             f"steps; {FEWEST} are needed."
         )
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
     if cliff.verdict == "none":
         sentence = (
-            f"Accuracy cliff on {setting}: none in {evidence['num_evaluations']} evaluated steps; of all "
+            f"Accuracy cliff on {where}: none in {evidence['num_evaluations']} evaluated steps; of all "
             f"late breaks {at_step(cliff.step)} looks most like one, with score {score(cliff.score)} (a "
             f"cliff above {FOUND:g})."
         )
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
-    sentence = _fall_sentence(cliff, evidence) + _cautions(cliff.step, np.unique(step), resumed)
+    sentence = _fall_sentence(cliff, evidence) + _cautions(cliff.step, step, resumed)
     return Finding("cliff", None, cliff.step, cliff.verdict, evidence, sentence)
 
 

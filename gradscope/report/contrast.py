@@ -11,6 +11,7 @@ import xarray as xr
 
 from gradscope.derive import difference_interval, policies, role_norms, role_shares
 from gradscope.errors import RunFileError
+from gradscope.stats.evaluations import Setting, evaluation_series
 
 Count = tuple[float, float]
 
@@ -33,43 +34,46 @@ class Progress:
         return difference_interval(self.first, self.last)
 
 
-def progress(run: xr.DataTree, *, greedy: bool) -> Progress | None:
-    """Returns the first and last evaluation, sampled or greedy; None with fewer than two."""
-    if "eval" not in run.children:
-        return None
-    evaluations = run["eval"].to_dataset()
-    chosen = evaluations.isel(evaluation=evaluations["greedy"].values == float(greedy)).sortby("step")
-    if chosen.sizes["evaluation"] < 2:
-        return None
-    counts = [
-        (float(chosen["num_correct"].values[position]), float(chosen["num_total"].values[position]))
-        for position in (0, -1)
-    ]
-    return Progress(*counts)
+def progress(run: xr.DataTree) -> dict[Setting, Progress]:
+    """Returns the first and last evaluation of every setting that was evaluated at two steps or more."""
+    return {
+        setting: Progress(*((float(own.correct[at]), float(own.total[at])) for at in (0, -1)))
+        for setting, own in evaluation_series(run).items()
+        if own.correct.size > 1
+    }
 
 
 def contrast(runs: Mapping[str, xr.DataTree]) -> list[str]:
     """Returns sentences that compare runs, given by the names that the sentences use.
 
     Raises:
-        RunFileError: A run has fewer than two sampled evaluations.
+        RunFileError: A run has fewer than two sampled evaluations of one kind.
     """
-    return [*_rises(runs), *_differences(runs), *_gradients(runs), *_caveats(runs)]
-
-
-def _rises(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
-    for name, run in runs.items():
-        sampled, greedy = _sampled(name, run), progress(run, greedy=True)
-        text = (
-            f"{name}: sampled held-out accuracy went from {_share(sampled.first)} to {_share(sampled.last)} "
-            f"({_signed(sampled)}, n = {sampled.last[1]:.0f})"
-        )
-        if greedy is not None:
-            text += (
-                f", greedy accuracy from {_share(greedy.first)} to {_share(greedy.last)} ({_signed(greedy)})"
+    found = {name: progress(run) for name, run in runs.items()}
+    for name, own in found.items():
+        if all(setting.greedy for setting in own):
+            raise RunFileError(
+                f"{name}: fewer than two sampled evaluations, so no rise can be told. Set evaluate.every=10."
             )
-            text += f". {_skill(sampled, greedy)}"
-        yield text if text.endswith(".") else f"{text}."
+    return [*_rises(found), *_differences(found), *_gradients(runs), *_caveats(runs)]
+
+
+def _rises(found: Mapping[str, Mapping[Setting, Progress]]) -> Iterator[str]:
+    for name, own in found.items():
+        greedy = {setting.dataset: each for setting, each in own.items() if setting.greedy}
+        for setting, sampled in own.items():
+            if setting.greedy:
+                continue
+            text = (
+                f"{name}, {setting}: accuracy went from {_share(sampled.first)} to {_share(sampled.last)} "
+                f"({_signed(sampled)}, n = {sampled.last[1]:.0f})"
+            )
+            if certain := greedy.get(setting.dataset):
+                text += (
+                    f", greedy accuracy from {_share(certain.first)} to {_share(certain.last)} "
+                    f"({_signed(certain)}). {_skill(sampled, certain)}"
+                )
+            yield text if text.endswith(".") else f"{text}."
 
 
 def _skill(sampled: Progress, greedy: Progress) -> str:
@@ -83,15 +87,19 @@ def _skill(sampled: Progress, greedy: Progress) -> str:
     return "Greedy answers rose too, so part of the rise is more than sharper sampling."
 
 
-def _differences(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
-    for (name_a, a), (name_b, b) in combinations(runs.items(), 2):
-        last = Progress(_sampled(name_a, a).last, _sampled(name_b, b).last)
-        low, high = last.interval
-        verdict = "these two runs differ" if low > 0 or high < 0 else "no difference can be told"
-        yield (
-            f"Last sampled accuracy, {name_b} minus {name_a}: {last.gain:+.3f} "
-            f"(95 % {low:+.3f} to {high:+.3f}): {verdict}."
-        )
+def _differences(found: Mapping[str, Mapping[Setting, Progress]]) -> Iterator[str]:
+    for (name_a, a), (name_b, b) in combinations(found.items(), 2):
+        shared = [setting for setting in a if setting in b and not setting.greedy]
+        if not shared:
+            yield f"{name_b} minus {name_a}: no setting was evaluated in both, so nothing can be compared."
+        for setting in shared:
+            last = Progress(a[setting].last, b[setting].last)
+            low, high = last.interval
+            verdict = "these two runs differ" if low > 0 or high < 0 else "no difference can be told"
+            yield (
+                f"Last accuracy on {setting}, {name_b} minus {name_a}: {last.gain:+.3f} "
+                f"(95 % {low:+.3f} to {high:+.3f}): {verdict}."
+            )
 
 
 def _gradients(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
@@ -111,12 +119,7 @@ def _gradients(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
                 f"{name}, policy '{policy}': median gradient norm over {num_steps} steps with signal: {sizes}"
             )
             if len(roles) > 1:
-                energy = ", ".join(
-                    f"{role} {_median(shares['energy'].sel(role=role)):.0%}"
-                    f" (by rows alone {_median(shares['expected_energy'].sel(role=role)):.0%})"
-                    for role in roles
-                )
-                text += f"; energy share: {energy}"
+                text += f"; energy share: {', '.join(_energy(shares, role) for role in roles)}"
             else:
                 text += "; it has no share, since no other role uses these parameters"
             yield f"{text}."
@@ -133,13 +136,12 @@ def _caveats(runs: Mapping[str, xr.DataTree]) -> Iterator[str]:
     )
 
 
-def _sampled(name: str, run: xr.DataTree) -> Progress:
-    found = progress(run, greedy=False)
-    if found is None:
-        raise RunFileError(
-            f"{name}: fewer than two sampled evaluations, so no rise can be told. Set evaluate.every=10."
-        )
-    return found
+def _energy(shares: xr.Dataset, role: str) -> str:
+    """Returns a role's energy share, with what its counts alone would give where rows were counted."""
+    text = f"{role} {_median(shares['energy'].sel(role=role)):.0%}"
+    if "expected_energy" not in shares:
+        return text
+    return f"{text} (by rows alone {_median(shares['expected_energy'].sel(role=role)):.0%})"
 
 
 def _median(values: xr.DataArray) -> float:

@@ -1,13 +1,17 @@
-"""A series of evaluations as counts: checked, ordered by step, repeats merged; and how far they scatter."""
+"""Series of evaluations as counts: alike ones together, by step, repeats merged; and how far they scatter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gradscope.errors import SchemaError
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 Array = NDArray[np.float64]
 
@@ -18,20 +22,76 @@ DISPERSION_FLOOR = 0.3
 
 
 @dataclass(frozen=True)
+class Setting:
+    """One way of evaluating; accuracies of different settings are never compared.
+
+    Attributes:
+        dataset: Name of the evaluated problems.
+        greedy: Whether the most likely token was always taken.
+        temperature: Sampling temperature; None where greedy or unknown.
+    """
+
+    dataset: str
+    greedy: bool
+    temperature: float | None
+
+    @property
+    def sampling(self) -> str:
+        """How replies were sampled, in words."""
+        if self.greedy:
+            return "greedy"
+        return "sampled" if self.temperature is None else f"sampled at T = {self.temperature:g}"
+
+    def __str__(self) -> str:
+        return f"{self.dataset}, {self.sampling}"
+
+
+@dataclass(frozen=True)
 class Evaluations:
     """Evaluations in order of step, one for each step.
 
     Attributes:
         correct: Right answers, `[T]`.
         total: Problems, `[T]`.
-        step: Training step, `[T]`; None where the caller gave none.
+        step: Training step, `[T]`; the position where the caller gave none.
         source: Position of each evaluation's first row in the caller's arrays, `[T]`.
     """
 
     correct: Array
     total: Array
-    step: Array | None
+    step: Array
     source: NDArray[np.intp]
+
+    @property
+    def accuracy(self) -> Array:
+        """Fraction of right answers, `[T]`."""
+        return self.correct / self.total
+
+
+def evaluation_series(run: xr.DataTree) -> dict[Setting, Evaluations]:
+    """Returns the evaluations of a run that may be compared with one another: one series each setting.
+
+    Settings stand in the order of their first evaluation; evaluations without counts are left out.
+
+    Raises:
+        SchemaError: A count or step is not usable.
+    """
+    if "eval" not in run.children or "num_correct" not in run["eval"] or "num_total" not in run["eval"]:
+        return {}
+    table = run["eval"].to_dataset()
+    usable = ((table["num_correct"] >= 0) & (table["num_total"] > 0)).values
+    groups: dict[Setting, list[int]] = {}
+    for row in np.flatnonzero(usable).tolist():
+        groups.setdefault(_setting(table.isel(evaluation=row)), []).append(row)
+    columns = [table[name].values for name in ("num_correct", "num_total", "step")]
+    return {way: order_evaluations(*(column[rows] for column in columns)) for way, rows in groups.items()}
+
+
+def _setting(evaluation: xr.Dataset) -> Setting:
+    known = {name: float(evaluation[name]) for name in ("greedy", "temperature") if name in evaluation}
+    greedy, temperature = known.get("greedy") == 1, known.get("temperature", np.nan)
+    dataset = str(evaluation["dataset"].item()) if "dataset" in evaluation else "unnamed"
+    return Setting(dataset, greedy, None if greedy or not np.isfinite(temperature) else temperature)
 
 
 def order_evaluations(num_correct: ArrayLike, num_total: ArrayLike, step: ArrayLike | None) -> Evaluations:
@@ -50,7 +110,8 @@ def order_evaluations(num_correct: ArrayLike, num_total: ArrayLike, step: ArrayL
     """
     correct, total = _checked_counts(num_correct, num_total)
     if step is None:
-        return Evaluations(correct, total, None, np.arange(correct.size))
+        places = np.arange(correct.size)
+        return Evaluations(correct, total, places.astype(np.float64), places)
     steps = np.asarray(step, dtype=np.float64)
     if steps.shape != correct.shape:
         raise SchemaError(f"step has shape {steps.shape}, num_correct {correct.shape}: give one step a row.")

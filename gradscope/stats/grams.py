@@ -1,4 +1,4 @@
-"""Series of Gram matrices: checked, and what detectors read in them besides the derived quantities."""
+"""Series of Gram matrices as detectors take them: checked, and without steps that say nothing."""
 
 from __future__ import annotations
 
@@ -55,27 +55,6 @@ def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
     if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
         raise SchemaError("step must be finite and increase from row to row: sort the rows by step first.")
     return steps
-
-
-def alignments(grams: Array) -> Array:
-    """Returns the cosine of each gradient with the sum of all, `[T, N]`; NaN where either is 0 or missing."""
-    squares = np.diagonal(grams, axis1=1, axis2=2)
-    scale = np.sqrt(squares * np.clip(grams.sum(axis=(1, 2)), 0.0, None)[:, None])
-    return np.divide(
-        grams.sum(axis=2), scale, out=np.full(squares.shape, np.nan), where=np.isfinite(scale) & (scale > 0)
-    )
-
-
-def log_size(grams: Array) -> Array:
-    """Returns half the log of the mean squared norm of the gradients that are there, `[T]`; NaN if all are 0.
-
-    The mean, not the sum, so that a copy that sits out a step does not look like a smaller gradient.
-    """
-    squares = np.diagonal(grams, axis1=1, axis2=2)
-    there = np.isfinite(squares)
-    total = np.where(there, squares, 0.0).sum(axis=1)
-    mean = np.divide(total, there.sum(axis=1), out=np.zeros(total.shape), where=there.any(axis=1))
-    return 0.5 * np.log(mean, out=np.full(mean.shape, np.nan), where=mean > 0)
 
 
 def logit(share: Array) -> Array:

@@ -12,13 +12,14 @@ from gradscope.runfile import RunWriter, UpdateRecord, open_run
 SLOTS = {"generator/0": "generator", "generator/1": "generator", "aggregator/0": "aggregator"}
 
 
-def write(path, *, sampled, greedy, gram=None, policies=None):
+def write(path, *, sampled, greedy, gram=None, policies=None, counts=None):
     policies = policies or {"generator": "shared", "aggregator": "shared"}
     with RunWriter(path, slots=SLOTS, policies=policies) as writer:
         for step in range(1, 4):
             record = None
             if gram is not None:
-                counts = {"num_rows": np.full(3, 8.0), "num_signal_rows": np.full(3, 8.0)}
+                if counts is None:
+                    counts = {"num_rows": np.full(3, 8.0), "num_signal_rows": np.full(3, 8.0)}
                 record = UpdateRecord("shared", tuple(SLOTS), np.asarray(gram, dtype=float) * step, counts)
             writer.append(step, record, metrics={"loss": 0.1})
         for step, correct in sampled:
@@ -78,9 +79,53 @@ def test_shares_are_those_of_the_role_gram(tmp_path):
 
 def test_evaluations_are_taken_by_step_not_by_place(tmp_path):
     run = write(tmp_path / "run", sampled=[(0, 100), (3, 120)], greedy=[])
-    found = progress(run, greedy=False)
+    ((setting, found),) = progress(run).items()
+    assert str(setting) == "held_out, sampled at T = 0.7"
     assert (found.first, found.last) == ((100, 300), (120, 300))
-    assert progress(run, greedy=True) is None
+
+
+def add(path, rows):
+    """Further evaluations of a run, as (step, correct, data set, temperature)."""
+    with RunWriter(
+        path, slots=SLOTS, policies={"generator": "shared", "aggregator": "shared"}, resume_from_step=3
+    ) as writer:
+        for step, correct, dataset, temperature in rows:
+            writer.append_evaluation(
+                step, num_correct=correct, num_total=300, dataset=dataset, temperature=temperature
+            )
+    return open_run(path)
+
+
+def test_data_sets_and_temperatures_are_never_one_series(tmp_path):
+    write(tmp_path / "run", sampled=[(0, 100), (3, 120)], greedy=[])
+    run = add(
+        tmp_path / "run",
+        [(3, 290, "easy", 0.7), (2, 10, "held_out", 1.5), (3, 30, "held_out", 1.5), (1, 280, "easy", 0.7)],
+    )
+    found = {str(setting): (own.first[0], own.last[0]) for setting, own in progress(run).items()}
+    assert found == {
+        "held_out, sampled at T = 0.7": (100, 120),
+        "held_out, sampled at T = 1.5": (10, 30),
+        "easy, sampled at T = 0.7": (280, 290),
+    }
+    text = [line for line in contrast({"run": run}) if "accuracy went" in line]
+    assert len(text) == 3
+    assert any("held_out, sampled at T = 1.5: accuracy went from 0.033 to 0.100" in line for line in text)
+
+
+def test_runs_that_share_no_setting_are_not_compared(tmp_path):
+    one = write(tmp_path / "one", sampled=[(0, 100), (3, 120)], greedy=[])
+    write(tmp_path / "two", sampled=[], greedy=[(0, 100), (3, 250)])
+    two = add(tmp_path / "two", [(0, 100, "easy", 0.7), (3, 290, "easy", 0.7)])
+    text = contrast({"one": one, "two": two})
+    assert "two minus one: no setting was evaluated in both, so nothing can be compared." in text
+    assert not any("these two runs differ" in line for line in text)
+
+
+def test_a_run_without_counts_has_shares_without_what_counts_alone_would_give(tmp_path):
+    run = write(tmp_path / "run", sampled=[(0, 100), (3, 120)], greedy=[], gram=np.eye(3), counts={})
+    text = next(line for line in contrast({"run": run}) if "policy 'shared'" in line)
+    assert "energy share: generator 67%, aggregator 33%." in text
 
 
 def test_a_run_without_evaluations_is_refused_in_one_line(tmp_path):

@@ -105,7 +105,7 @@ def test_each_setting_is_judged_on_its_own():
     run["eval"] = xr.DataTree(both.assign_coords(evaluation=np.arange(both.sizes["evaluation"])))
     diagnosis = diagnose(run)
     (cliff,) = [finding for finding in diagnosis.findings if finding.kind == "cliff"]
-    assert "'held_out' (sampled at T=0.7)" in cliff.sentence
+    assert "'held_out' (sampled at T = 0.7)" in cliff.sentence
     assert cliff.step == truth.step
     (none,) = [finding for finding in diagnosis.quiet if finding.kind == "cliff"]
     assert "'held_out' (greedy)" in none.sentence

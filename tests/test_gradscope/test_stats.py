@@ -1,10 +1,13 @@
 """Windows, onsets and dispersion on series where the answer is known."""
 
+import math
+
 import numpy as np
 import pytest
 
-from gradscope.stats.evaluations import dispersion, order_evaluations
-from gradscope.stats.grams import alignments, log_size, logit
+from gradscope.runfile import RunWriter, open_run
+from gradscope.stats.evaluations import dispersion, evaluation_series, order_evaluations
+from gradscope.stats.grams import logit
 from gradscope.stats.windows import onset, windows_for
 
 
@@ -80,20 +83,42 @@ def test_evaluations_are_ordered_and_merged():
     assert series.source.tolist() == [1, 0, 4]
 
 
-def test_alignment_is_the_cosine_with_the_sum():
-    vectors = np.random.default_rng(0).standard_normal((6, 3, 20))
-    total = vectors.sum(axis=1)
-    expected = [
-        [v @ t / np.linalg.norm(v) / np.linalg.norm(t) for v in vs]
-        for vs, t in zip(vectors, total, strict=True)
-    ]
-    np.testing.assert_allclose(alignments(vectors @ vectors.transpose(0, 2, 1)), expected, rtol=1e-12)
-
-
-def test_log_size_and_logit_stay_finite_where_they_can():
-    assert log_size(np.array([[[4.0, 0], [0, np.nan]]]))[0] == pytest.approx(np.log(2))
-    assert np.isnan(log_size(np.zeros((1, 2, 2)))[0])
+def test_logit_stays_finite_at_the_ends():
     assert logit(np.array([0.0, 0.5, 1.0])).tolist() == pytest.approx(
         [-np.log(1e6 - 1), 0.0, np.log(1e6 - 1)]
     )
     assert np.isnan(logit(np.array([np.nan]))[0])
+
+
+def evaluated(path):
+    slots = {"a/0": "a"}
+    with RunWriter(path, slots=slots, policies={"a": "p"}) as writer:
+        rows = [
+            (0, 1, "x", 0.7), (5, 2, "x", 0.7), (5, 4, "x", 0.7), (5, 3, "y", 0.7), (5, 9, "x", 1.0),
+            (9, math.nan, "x", 0.7),
+        ]  # fmt: skip
+        for step, correct, dataset, temperature in rows:
+            writer.append_evaluation(
+                step, num_correct=correct, num_total=10, dataset=dataset, temperature=temperature
+            )
+        writer.append_evaluation(5, num_correct=7, num_total=10, dataset="x", temperature=0.0, greedy=True)
+        writer.append_evaluation(5, num_correct=7, num_total=10, dataset="x")
+    return open_run(path)
+
+
+def test_only_evaluations_of_one_data_set_and_one_way_of_sampling_are_one_series(tmp_path):
+    found = evaluation_series(evaluated(tmp_path))
+    settings = {str(setting): series for setting, series in found.items()}
+    assert list(settings) == [
+        "x, sampled at T = 0.7", "y, sampled at T = 0.7", "x, sampled at T = 1", "x, greedy", "x, sampled",
+    ]  # fmt: skip
+    series = settings["x, sampled at T = 0.7"]
+    assert series.step.tolist() == [0, 5]
+    assert (series.correct.tolist(), series.total.tolist()) == ([1, 6], [10, 20])
+    assert settings["x, greedy"].correct.tolist() == [7]
+
+
+def test_a_run_without_evaluations_has_no_series(tmp_path):
+    with RunWriter(tmp_path, slots={"a/0": "a"}, policies={"a": "p"}) as writer:
+        writer.append(0)
+    assert evaluation_series(open_run(tmp_path)) == {}
