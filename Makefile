@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Rebuilds the figures from the shipped reference runs.
 examples: install
-	$(BIN)/gradscope figures examples/* -o runs/figures
+	$(BIN)/gradscope figures examples/*/ -o runs/figures
 
 # Writes the .ipynb beside each notebook's text form.
 notebooks: install
