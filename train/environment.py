@@ -15,7 +15,7 @@ from gradscope.runfile import provenance
 
 def describe_environment(device: torch.device) -> dict[str, object]:
     """Returns code, packages, machine and command of this process."""
-    cores = f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}"
+    cores = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
     on_cuda = device.type == "cuda"
     attributes = provenance.root_attributes(None, None, None)
     return {
@@ -24,6 +24,7 @@ def describe_environment(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "packages": json.loads(attributes["packages_json"]),
         "hardware": f"{torch.cuda.get_device_name(device)}; {cores}" if on_cuda else cores,
+        "platform": platform.platform(),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
