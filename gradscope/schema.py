@@ -23,9 +23,9 @@ ROOT_ATTRIBUTES: dict[str, str] = {
     "gradscope_version": "version of the library that wrote the file",
     "run_id": "random name of the run, kept when it is resumed",
     "created_at": "start of the run, ISO 8601, UTC",
-    "finished_at": "when the writer was closed, ISO 8601, UTC; absent while a run is open or after a crash",
+    "finished_at": "when the writer was closed, ISO 8601, UTC; absent if open, crashed or ended by an exception",
     "config_json": "the run's configuration as JSON",
-    "git_hash": "commit of the code that ran, '-dirty' appended when it had uncommitted changes",
+    "git_hash": "commit of gradscope's own checkout, '-dirty' appended if changed; empty when there is none",
     "packages_json": "versions of the installed packages that matter, as JSON",
     "seed": "seed of the run; absent when none was given",
     "hardware": "processor, number of cores and platform, or what the caller said",
@@ -52,8 +52,10 @@ EXTRA_CONTRIBUTORS = ("decay", "carried")
 
 EVENT_KINDS = (
     "resume", "checkpoint", "nonfinite_update", "skipped_update", "alarm", "intervention", "config_change",
-    "probe_disabled", "coverage", "disk_full", "dropped_records", "dropped_episodes",
+    "probe_disabled", "coverage", "disk_full", "compaction_failed", "dropped_records", "dropped_episodes",
+    "failed",
 )  # fmt: skip
+"""Kinds that our own code writes and readers know; a caller's own kinds are kept as they are."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ _TABLES = (
         "start_step | | i8 | 1 | first step logged in it",
         "end_step | | i8 | 1 | last step logged in it",
         "resumed_from_step | | i8 | 1 | step of the checkpoint it started from",
-        "git_hash | | str | | commit of the code",
+        "git_hash | | str | | commit of gradscope's own checkout",
         "world_size | | i8 | 1 | number of processes",
         "created_at | | str | | start of the segment, ISO 8601, UTC",
         "config_json | | str | | configuration as JSON",

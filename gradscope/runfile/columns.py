@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,10 @@ Row = dict[str, Any]
 """Column to a number, a text, a mapping by label, an array, or a `Placed` array."""
 
 
+Notice = Callable[[str, str], None]
+"""Takes a key and a sentence; of each key only the first is told."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """An array whose axes carry labels, to be put where those labels stand in the file."""
@@ -26,8 +29,11 @@ class Placed:
     values: NDArray[Any]
 
 
-def columns_of(table: str, rows: Sequence[Row], layout: Layout) -> Columns:
-    """Returns rows given one by one as columns; what a row lacks, or has as None, is missing."""
+def columns_of(table: str, rows: Sequence[Row], layout: Layout, notice: Notice) -> Columns:
+    """Returns rows given one by one as columns; what a row lacks, or has as None, is missing.
+
+    So is a number that its variable cannot hold; `notice` is told.
+    """
     columns: Columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         variable = layout.variable(table, name)
@@ -35,27 +41,38 @@ def columns_of(table: str, rows: Sequence[Row], layout: Layout) -> Columns:
         column = columns[name] = empty_column(variable, len(rows), layout)
         for position, row in enumerate(rows):
             if row.get(name) is not None:
-                _assign(column, position, variable, row[name], layout)
+                _assign(column, position, variable, row[name], layout, notice)
     return columns
 
 
-def _assign(column: Column, position: int, variable: Variable, value: Any, layout: Layout) -> None:
+def _assign(
+    column: Column, position: int, variable: Variable, value: Any, layout: Layout, notice: Notice
+) -> None:
     if isinstance(value, Placed):
         axes = zip(variable.dims[1:], value.labels, strict=True)
         places = [[layout.index(dim)[label] for label in labels] for dim, labels in axes]
-        column[position][np.ix_(*places)] = fitted(value.values, variable)
+        column[position][np.ix_(*places)] = fitted(value.values, variable, notice)
     elif isinstance(value, Mapping):
         index = layout.index(variable.dims[1])
         for label, inner in value.items():
-            found = number(inner)
-            if found is not None:
-                column[position, index[label]] = fitted(found, variable)
+            column[position, index[label]] = _stored(inner, variable, notice)
     elif variable.dtype == "str":
         column[position] = text(value)
     elif column.ndim > 1:
         column[position] = value
-    elif (found := number(value)) is not None:
-        column[position] = fitted(found, variable)
+    else:
+        column[position] = _stored(value, variable, notice)
+
+
+def _stored(value: Any, variable: Variable, notice: Notice) -> Any:
+    """Returns one number as the variable stores it, missing where it is none."""
+    found = number(value)
+    if found is not None:
+        return fitted(found, variable, notice)
+    if value is not None:
+        kind = type(value).__name__
+        notice(f"{variable.name} kind", f"'{variable.name}' holds a {kind}, no number; it is left out.")
+    return variable.fill
 
 
 def number(value: Any) -> float | None:
@@ -64,7 +81,17 @@ def number(value: Any) -> float | None:
         return None
     try:
         return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def entries(values: Any) -> list[Any] | None:
+    """Returns the entries of a sequence, array or tensor; None when it is none of these."""
+    if isinstance(values, str | bytes):
+        return None
+    try:
+        return list(values)
+    except TypeError:
         return None
 
 
@@ -73,10 +100,17 @@ def text(value: Any) -> str:
     return str(value).encode("utf-8", "surrogatepass").decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
-def fitted(values: Any, variable: Variable) -> Any:
-    """Returns numbers as the variable stores them; what is no finite number becomes a missing count."""
+def fitted(values: float | NDArray[Any], variable: Variable, notice: Notice) -> float | NDArray[Any]:
+    """Returns numbers as the variable stores them; a count that is not finite or too large is missing."""
     if not variable.dtype.startswith("i"):
         return values
-    if np.ndim(values) == 0:
-        return round(float(values)) if math.isfinite(values) else variable.fill
-    return np.where(np.isfinite(values), np.rint(values), variable.fill)
+    limits = np.iinfo(variable.dtype)
+    numbers = np.rint(values)
+    # As a float the largest i8 is rounded up to one more, hence `<`.
+    fits = (numbers >= limits.min) & (numbers < float(limits.max) + 1)
+    if (np.isfinite(numbers) & ~fits).any():
+        notice(
+            f"{variable.name} range",
+            f"'{variable.name}' holds numbers beyond {variable.dtype} ({limits.max}); they are left out.",
+        )
+    return np.where(fits, numbers, variable.fill)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradscope.errors import nearest
 from gradscope.runfile.batch import Batch
-from gradscope.runfile.columns import Placed, Row, columns_of, number, text
+from gradscope.runfile.columns import Placed, Row, columns_of, entries, number, text
 from gradscope.runfile.layout import Layout, user_variable
 from gradscope.runfile.update import UpdateRecord
 from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, MIRROR_DIMS, NUMBERED_DIMS, TABLES, Variable
@@ -70,7 +70,9 @@ class Intake:
 
     def batch(self, tables: Mapping[str, list[Row]]) -> Batch:
         """Returns rows given one by one as columns, in the present layout."""
-        return {table: columns_of(table, rows, self.layout) for table, rows in tables.items() if rows}
+        return {
+            table: columns_of(table, rows, self.layout, self.notice) for table, rows in tables.items() if rows
+        }
 
     def notice(self, key: str, sentence: str) -> None:
         """Notes a sentence to warn with, unless one of that key has been noted in this run."""
@@ -90,22 +92,39 @@ class Intake:
                 self._place(row, variable, value, tuple(labels[dim] for dim in variable.dims[1:]))
         return row
 
-    def completion_rows(self, num: int, columns: Mapping[str, Sequence[Any] | None]) -> list[Row]:
+    def role_columns(self, by_role: Mapping[str, Any]) -> Row:
+        """Returns numbers by role, by name, with the roles learned."""
+        row: Row = {}
+        for name, values in by_role.items():
+            if isinstance(values, Mapping):
+                row[name] = {text(role): value for role, value in values.items()}
+                self.layout = self.layout.with_labels("role", row[name])
+            else:
+                self.notice(name, f"'{name}' is no mapping by role and is left out.")
+        return row
+
+    def completion_rows(self, num: int, columns: Mapping[str, Any]) -> list[Row]:
         """Returns `num` rows of `/rows` from columns, each `[num]` long or None."""
         rows: list[Row] = [{} for _ in range(num)]
         for name, values in columns.items():
             if values is None:
                 continue
-            if len(values) != num:
-                self.notice(f"rows {name}", f"'{name}' has {len(values)} entries for {num} rows; left out.")
+            found = entries(values)
+            if found is None or len(found) != num:
+                what = "is no sequence" if found is None else f"has {len(found)} entries"
+                self.notice(f"rows {name}", f"'{name}' {what} for {num} rows; left out.")
                 continue
-            for row, value in zip(rows, values, strict=True):
+            for row, value in zip(rows, found, strict=True):
                 row[name] = value
         return rows
 
     def add_sketches(self, rows: Sequence[Row], sketches: Sequence[Sequence[float]]) -> None:
         """Adds the rows' sketches, `[n, S]`; the first ones logged fix S."""
-        values = np.asarray(sketches, dtype=np.float32)
+        try:
+            values = np.asarray(sketches, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            self.notice("sketch", f"'sketch' is no array of numbers ({error}) and is left out.")
+            return
         if self.layout.sketch_dim == 0 and values.ndim == 2 and values.shape[1]:
             self.layout = self.layout.with_sketch(values.shape[1])
         expected = (len(rows), self.layout.sketch_dim)
@@ -125,16 +144,18 @@ class Intake:
             variable = TABLES["updates"].variable(name)
             if variable is None or variable.dims != ("update",) or name in _SET_BY_WRITER:
                 self._keep("user_updates", name, value, user)
-            elif (found := number(value)) is not None:
-                row[name] = found
+            else:
+                row[name] = value
         for name, counts in record.counts.items():
             variable = TABLES["updates"].variable(name)
             if variable is not None and variable.dims == ("update", "slot"):
                 self._place(row, variable, counts, (slots,))
             else:
-                self._keep("user_updates", name, dict(zip(slots, counts, strict=False)), user)
+                own = entries(counts)
+                by_slot = counts if own is None else dict(zip(slots, own, strict=False))
+                self._keep("user_updates", name, by_slot, user)
         if record.attribution_residual is not None:
-            row["attribution_residual"] = number(record.attribution_residual)
+            row["attribution_residual"] = record.attribution_residual
         role_of = dict(zip(self.layout.labels["slot"], self.layout.slot_role, strict=True))
         roles = tuple(dict.fromkeys(role_of[slot] for slot in slots))
         contributors = roles + EXTRA_CONTRIBUTORS
@@ -153,7 +174,7 @@ class Intake:
     def _place(self, row: Row, variable: Variable, value: Any, labels: tuple[Sequence[str], ...]) -> None:
         try:
             values = np.asarray(value, dtype=np.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             self.notice(variable.name, f"'{variable.name}' is no array of numbers ({error}) and is left out.")
             return
         expected = tuple(len(axis) for axis in labels)

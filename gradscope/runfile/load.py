@@ -208,7 +208,7 @@ def _check_version(path: Path, attributes: Mapping[str, Any]) -> None:
     if not isinstance(found, str) or not found.replace(".", "").isdigit():
         raise RunFileError(
             f"{path}: an HDF5 file without the attribute schema_version, so not a run file. "
-            "Expected one that RunWriter wrote; logs of other tools come in through 'gradscope import'."
+            "Expected one that RunWriter wrote."
         )
     major, _, minor = found.partition(".")
     own_major, _, own_minor = SCHEMA_VERSION.partition(".")

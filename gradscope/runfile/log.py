@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
+from gradscope.errors import RunFileError
 from gradscope.runfile import batch, compaction, frames
 from gradscope.runfile.batch import Batch
 from gradscope.runfile.journal import JournalWriter
@@ -19,8 +21,18 @@ _COMPACT_FRACTION = 0.1
 _MAX_WAITING = 4096
 _FINAL_SPREAD = 1.2
 
-Trouble = tuple[str, str]
-"""Kind of event and sentence."""
+
+class Trouble(NamedTuple):
+    """Something that went wrong: kind of event, one line for the log, and what else a warning says."""
+
+    kind: str
+    sentence: str
+    details: str = ""
+
+    @property
+    def full(self) -> str:
+        """The sentence with the details under it."""
+        return f"{self.sentence}\n{self.details}" if self.details else self.sentence
 
 
 class RunLog:
@@ -100,9 +112,8 @@ class RunLog:
         self._pool.shutdown()
         self._journal.flush()
         if self._journal.num_waiting:
-            self._troubles.append(
-                ("dropped_records", f"{self._journal.num_waiting} records never got onto the full disk.")
-            )
+            num = self._journal.num_waiting
+            self._troubles.append(Trouble("dropped_records", f"{num} records never got onto the full disk."))
         self._journal.close()
         final = {**self._attributes, **attributes}
         try:
@@ -126,7 +137,7 @@ class RunLog:
         is_full = self._journal.num_waiting > 0
         if is_full and not self._is_full:
             self._troubles.append(
-                (
+                Trouble(
                     "disk_full",
                     f"{self._paths.directory}: the journal cannot be written (disk full?). "
                     "Training goes on; records wait in memory. Make room.",
@@ -136,18 +147,27 @@ class RunLog:
         if not is_full and num_new:
             self._num_dropped = self._journal.num_dropped
             self._troubles.append(
-                ("dropped_records", f"{num_new} records were dropped while the disk was full.")
+                Trouble("dropped_records", f"{num_new} records were dropped while the disk was full.")
             )
         self._is_full = is_full
 
     def _note_missing(self, num_missing: int) -> None:
         self._compaction_failed = False
         if num_missing:
-            self._troubles.append(("dropped_records", f"{num_missing} records of the journal were damaged."))
+            sentence = f"{num_missing} records of the journal were damaged."
+            self._troubles.append(Trouble("dropped_records", sentence))
 
     def _note_failure(self, error: Exception) -> None:
         if not self._compaction_failed:
-            self._troubles.append(
-                ("disk_full", f"{self._paths.file}: compaction failed ({error}); the journals keep the rows.")
-            )
+            self._troubles.append(_failed_compaction(self._paths, error))
         self._compaction_failed = True
+
+
+def _failed_compaction(paths: RunPaths, error: Exception) -> Trouble:
+    """Returns what to say: the disk's complaint, or a bug of ours with where it happened."""
+    kind, why, details = "disk_full", str(error), ""
+    if not isinstance(error, OSError) or isinstance(error, RunFileError):
+        kind, why = "compaction_failed", f"{type(error).__name__}: {error}"
+        details = "".join(traceback.format_exception(error))
+    why = " ".join(why.split())
+    return Trouble(kind, f"{paths.file}: compaction failed ({why}); the journals keep the rows.", details)

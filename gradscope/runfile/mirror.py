@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,35 @@ from gradscope.runfile.update import UpdateRecord
 class MetricsMirror:
     """Appends one line a step; nested names are joined by `/`.
 
+    Numbers of an update are called `updates/POLICY/NAME`, or `updates/POLICY/MINIBATCH/NAME` where the policy
+    had several in the step.
+
     Args:
         path: The file.
         keep_to_step: When a run is resumed, its checkpoint's step: lines of later steps are dropped.
+
+    Attributes:
+        num_foreign: Lines found there that are no training step; they are kept.
     """
 
     def __init__(self, path: Path, *, keep_to_step: int | None) -> None:
         self._path = path
-        kept = [] if keep_to_step is None else _lines_up_to(path, keep_to_step)
+        kept, self.num_foreign = ([], 0) if keep_to_step is None else _lines_up_to(path, keep_to_step)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in close)
         self._good_bytes = path.stat().st_size
 
+    @property
+    def foreign_notice(self) -> str:
+        """What to say of foreign lines."""
+        return f"{self._path}: {self.num_foreign} lines are no training step; they are kept."
+
     def append(self, step: int, records: Sequence[UpdateRecord], metrics: Mapping[str, Any]) -> bool:
         """Writes the line of one step; says whether the disk took it."""
-        line = {"step": step, **dict(_flat("", metrics))}
-        for record in records:
-            line |= dict(_flat(f"updates/{record.policy}", record.scalars))
+        line: dict[str, Any] = {"step": step, **dict(_flat("", metrics)), **_updates(records)}
+        line["step"] = step  # also where the caller logs something of that name
         data = (json.dumps(line, default=str) + "\n").encode()
         try:
             written = self._file.write(data)
@@ -63,14 +74,31 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float |
             yield path, found if math.isfinite(found) else None
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+def _updates(records: Sequence[UpdateRecord]) -> dict[str, Any]:
+    """Returns the numbers of a step's updates by policy, and by minibatch where it had several."""
+    num = Counter(record.policy for record in records)
+    seen: Counter[str] = Counter()
+    values: dict[str, Any] = {}
+    for record in records:
+        place = f"/{seen[record.policy]}" if num[record.policy] > 1 else ""
+        seen[record.policy] += 1
+        values |= dict(_flat(f"updates/{record.policy}{place}", record.scalars))
+    return values
+
+
+def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], int]:
+    """Returns the whole lines without those of later steps, and how many are no step at all."""
+    kept: list[bytes] = []
+    num_foreign = 0
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+            value = json.loads(line)
         except ValueError:
             continue  # torn by a crash; the run file has that step
-    return kept
+        own = value.get("step") if isinstance(value, dict) else None
+        if not isinstance(own, int | float) or math.isnan(own):
+            num_foreign += 1
+        elif own > step:
+            continue
+        kept.append(line + b"\n")
+    return kept, num_foreign

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from gradscope.schema import SCHEMA_VERSION
@@ -53,10 +54,25 @@ def installed(package: str) -> str | None:
 
 
 def git_hash() -> str:
-    """Returns the commit of the working directory, `-dirty` if changed; empty outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Returns the commit of the checkout that this package runs from, `-dirty` if changed.
+
+    Empty when it is installed without one, also inside somebody else's repository.
+    """
+    source = Path(__file__).resolve()
+    if not _git(source.parent, "ls-files", "--error-unmatch", source.name):
+        return ""
+    return _git(source.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *words: str) -> str:
+    """Returns what git says in a folder; empty when it fails or is absent."""
+    # Inside a hook these point at the repository that the hook belongs to.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(folder), *words]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=False, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout.strip() if result.returncode == 0 else ""

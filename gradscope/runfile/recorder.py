@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradscope.runfile import provenance
-from gradscope.runfile.columns import Row
+from gradscope.runfile.columns import Row, entries, number
 from gradscope.runfile.intake import Intake
 from gradscope.runfile.log import RunLog
 from gradscope.runfile.paths import RunPaths
@@ -47,17 +47,23 @@ class Recorder:
         for record in records:
             self._note_coverage(step, record)
 
-    def put_evaluation(self, step: int, row: Row, by_role: Mapping[str, Mapping[str, float]]) -> None:
+    def put_evaluation(self, step: int, row: Row, by_role: Mapping[str, Any]) -> None:
         """Writes one evaluation; `by_role` has its numbers by role."""
-        for values in by_role.values():
-            self._intake.layout = self._intake.layout.with_labels("role", values)
-        self._put("eval", [{**row, **by_role, "step": step, "segment": self._segment}])
+        roles = self._intake.role_columns(by_role)
+        self._put("eval", [{**row, **roles, "step": step, "segment": self._segment}])
 
     def put_completions(
-        self, num: int, columns: Mapping[str, Sequence[Any] | None], sketch: Sequence[Sequence[float]] | None
+        self, step: int, row_id: Any, columns: Mapping[str, Any], *, update: Any, sketch: Any
     ) -> None:
-        """Writes `num` rows of `/rows`."""
-        rows = self._intake.completion_rows(num, columns)
+        """Writes rows of `/rows`, as many as there are ids; `update` is one for all or one each."""
+        ids = entries(row_id)
+        if ids is None:
+            self.notice("row_id", "'row_id' is no sequence of ids; the rows are left out.")
+            return
+        num = len(ids)
+        updates = [update] * num if entries(update) is None and number(update) is not None else update
+        own = {"row_id": ids, "step": [step] * num, "update": updates}
+        rows = self._intake.completion_rows(num, {**columns, **own})
         if sketch is not None:
             self._intake.add_sketches(rows, sketch)
         self._put("rows", rows)
@@ -94,14 +100,16 @@ class Recorder:
         """Compacts when due, then tells of what went wrong."""
         self._log.compact_if_due()
         troubles = self._log.take_troubles()
-        for kind, message in troubles:
-            self.event(step, kind, message)
-        self._warn([message for _, message in troubles])
+        for trouble in troubles:
+            self.event(step, trouble.kind, trouble.sentence)
+        self._warn([trouble.full for trouble in troubles])
 
-    def close(self) -> None:
-        """Compacts a last time and marks the run as finished."""
-        self._log.close({"finished_at": provenance.now()})
-        self._warn([message for _, message in self._log.take_troubles()])
+    def close(self, step: int, error: BaseException | None) -> None:
+        """Compacts a last time and marks the run as finished, or as ended at a step by an exception."""
+        if error is not None:
+            self.event(step, "failed", f"{type(error).__name__}: {error}".rstrip(": "))
+        self._log.close({} if error is not None else {"finished_at": provenance.now()})
+        self._warn([trouble.full for trouble in self._log.take_troubles()])
 
     def _put(self, table: str, rows: list[Row]) -> None:
         """Gives rows their running numbers and writes them as one record."""

@@ -59,7 +59,7 @@ def fresh_start(paths: RunPaths, layout: Layout, attributes: Mapping[str, Any], 
             "Resume it (resume_from_step=, --resume) or write to another path."
         )
     segment = _segment_row(0, attributes, resumed_from=None, world_size=world_size)
-    rows = {"segments": columns_of("segments", [segment], layout)}
+    rows = {"segments": columns_of("segments", [segment], layout, _never)}
     return Start(layout, attributes, 0, {**dict.fromkeys(_NUMBERED, 0), "segments": 1}, rows)
 
 
@@ -95,7 +95,7 @@ def resumed_start(
         "segments": [_segment_row(segment, attributes, resumed_from=from_step, world_size=world_size)],
         "events": _event_rows(loaded, content, from_step),
     }
-    added = {table: columns_of(table, own, merged) for table, own in rows.items()}
+    added = {table: columns_of(table, own, merged, _never) for table, own in rows.items()}
     content = spanned(content.with_rows([added], merged, attributes))
     journal_number = max(paths.journals(), default=-1) + 1
     compaction.replace(paths, content)
@@ -109,6 +109,11 @@ def resumed_start(
         journal_number=journal_number,
         num_steps=content.num_rows("train"),
     )
+
+
+def _never(key: str, sentence: str) -> None:
+    """Takes no notice: the rows that a start writes are the writer's own, and all fit."""
+    raise AssertionError(f"{key}: {sentence}")
 
 
 def _segment_row(

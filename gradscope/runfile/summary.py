@@ -65,7 +65,14 @@ def _state(loaded: Loaded) -> str:
     if writer:
         return f"being written by {writer}"
     finished = loaded.content.attributes.get("finished_at")
-    return f"closed at {finished}" if finished else "not closed: the writer ended without close()"
+    if finished:
+        return f"closed at {finished}"
+    events = loaded.content.tables.get("events", {})
+    if len(events.get("kind", ())):
+        last = int(np.argmax(events["event"]))
+        if events["kind"][last] == "failed":  # a resume would have written a later event
+            return f"ended by an exception: {events['message'][last]}"
+    return "not closed: the writer ended without close()"
 
 
 def _provenance(content: Content) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradscope.errors import RunFileError, SchemaError
 from gradscope.runfile import provenance
-from gradscope.runfile.columns import Row, number
+from gradscope.runfile.columns import Row
 from gradscope.runfile.layout import Layout, policy_of_slots
 from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.mirror import MetricsMirror
@@ -20,13 +20,17 @@ from gradscope.runfile.recorder import Recorder
 from gradscope.runfile.resume import Start, fresh_start, resumed_start
 from gradscope.runfile.update import UpdateRecord
 
+LARGEST_STEP = 2**53
+"""Beyond it a float skips whole numbers."""
+
 
 class RunWriter:
     """Writes one run. Every append is in the journal, so safe from a crash, when it returns.
 
-    A context manager. Data never makes it raise in the middle of a run: unknown names are kept under
-    `/user`, labels that turn up late extend the file, what cannot be stored is left out, and a full disk
-    makes records wait in memory; each of these warns once (UserWarning).
+    A context manager; left by an exception, the run is stored with an event `failed` and without
+    `finished_at`. Data never makes it raise in the middle of a run: unknown names are kept under `/user`,
+    labels that turn up late extend the file, what cannot be stored is left out, and a full disk makes records
+    wait in memory; each of these warns once (UserWarning).
 
     Args:
         path: The run directory, made if absent (or a file name ending in `.h5`).
@@ -72,6 +76,8 @@ class RunWriter:
                 self._last_step = start.from_step
                 self._mirror = MetricsMirror(self.paths.metrics, keep_to_step=resume_from_step)
                 self._recorder = Recorder(self.paths, start, policies, fsync=fsync)
+                if self._mirror.num_foreign:
+                    self._recorder.notice("foreign", self._mirror.foreign_notice)
             except BaseException:
                 self._lock.release()
                 raise
@@ -152,17 +158,25 @@ class RunWriter:
         step = self._checked(step)
         row: Row = {
             "dataset": dataset,
-            "num_correct": number(num_correct),
-            "num_total": number(num_total),
-            "temperature": number(temperature),
-            "greedy": int(greedy),
+            "num_correct": num_correct,
+            "num_total": num_total,
+            "temperature": temperature,
+            "greedy": greedy,
         }
         roles = {"role_accuracy": role_accuracy, "role_tokens_mean": role_tokens_mean}
-        self._recorder.put_evaluation(step, row, {name: own for name, own in roles.items() if own})
+        self._recorder.put_evaluation(
+            step, row, {name: own for name, own in roles.items() if own is not None}
+        )
         self._recorder.settle(step)
 
     def append_event(self, step: int, kind: str, message: str) -> None:
-        """Logs that something happened at a step; `kind` is best one of `schema.EVENT_KINDS`."""
+        """Logs that something happened at a step.
+
+        Args:
+            step: Training step.
+            kind: One of `schema.EVENT_KINDS`, which readers know; a kind of one's own is kept as it is.
+            message: One sentence.
+        """
         step = self._checked(step)
         self._recorder.event(step, kind, message)
         self._recorder.settle(step)
@@ -196,19 +210,15 @@ class RunWriter:
             sketch: Projections of the rows' gradients, `[n, S]`.
         """
         step = self._checked(step)
-        num = len(row_id)
         columns = {
-            "row_id": row_id,
-            "step": [step] * num,
             "row_slot": slot,
             "problem": problem,
             "episode": episode,
             "grad_norm": grad_norm,
             "advantage": advantage,
             "num_tokens": num_tokens,
-            "update": [update] * num if isinstance(update, int) else update,
         }
-        self._recorder.put_completions(num, columns, sketch)
+        self._recorder.put_completions(step, row_id, columns, update=update, sketch=sketch)
         self._recorder.settle(step)
 
     def append_modules(
@@ -251,14 +261,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Compacts a last time, marks the run as finished and gives it free. Closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._mirror.close()
-            self._recorder.close()
-        finally:
-            self._lock.release()
+        self._end(None)
 
     def __enter__(self) -> RunWriter:
         return self
@@ -269,9 +272,22 @@ class RunWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._mirror.close()
+            self._recorder.close(max(self._last_step or 0, 0), error)
+        finally:
+            self._lock.release()
 
     def _checked(self, step: int) -> int:
         if self._closed:
             raise RunFileError(f"{self.paths.file}: this writer is closed. Append before close(), or resume.")
-        return operator.index(step)
+        number = operator.index(step)
+        if abs(number) > LARGEST_STEP:
+            raise SchemaError(f"{self.paths.file}: step {number} is beyond {LARGEST_STEP}. Count from 0.")
+        return number
