@@ -23,7 +23,7 @@ ROOT_ATTRIBUTES: dict[str, str] = {
     "gradscope_version": "version of the library that wrote the file",
     "run_id": "random name of the run, kept when it is resumed",
     "created_at": "start of the run, ISO 8601, UTC",
-    "finished_at": "when the writer was closed, ISO 8601, UTC; absent if open, crashed or ended by an exception",
+    "finished_at": "when the writer was closed, ISO 8601, UTC; absent unless close() ended the run",
     "config_json": "the run's configuration as JSON",
     "git_hash": "commit of gradscope's own checkout, '-dirty' appended if changed; empty when there is none",
     "packages_json": "versions of the installed packages that matter, as JSON",

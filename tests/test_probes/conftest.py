@@ -1,4 +1,4 @@
-"""A two-layer Qwen3 in float64, a batch of rows of four slots, and the slow way to each slot's gradient."""
+"""A two-layer Qwen3 and a small network in float64, rows of slots, and the slow way to a slot's gradient."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from gradscope import probes
+
 SLOTS = {
     "generator/0": "generator",
     "generator/1": "generator",
@@ -21,6 +23,8 @@ SLOTS = {
 }
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VOCABULARY = 19
+EXACT = 1e-12
+"""Largest relative error of double precision."""
 
 
 @dataclass
@@ -161,8 +165,75 @@ class Nano:
                 worst = max(worst, gap / size if size else gap)
         return worst
 
+    def check(self, model, batches, *, policies=None, run=None, expected=None):
+        """Runs micro-batches with a probe and compares every slot's gradient and the Gram matrix."""
+        expected = expected or self.separate(model, batches)
+        with probes.attach(model, self.slots, policies) as scope:
+            if run is None:
+                for batch in batches:
+                    with scope.rows(batch.slots):
+                        loss = self.loss(model, batch)
+                    loss.backward()
+            else:
+                run(scope)
+            found = {slot: scope.slot_gradients(slot) for slot in self.slots}
+            record = scope.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert self.gradient_error(found, expected) <= EXACT
+        assert self.gram_error(record.gram, self.gram(expected)) <= EXACT
+        assert max(scope.residuals.values()) <= EXACT
+        return record
+
+
+PAIR = {"solver/0": "solver", "judge/0": "judge"}
+
+
+class Scale(nn.Module):
+    """A layer of a kind that row segmentation does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8,), 1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Toy:
+    """A small network in a plain loop, two slots of two roles."""
+
+    slots = PAIR
+
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1)).double()
+
+    def unknown_layer(self):
+        return Scale()
+
+    def data(self, rows=6):
+        generator = torch.Generator().manual_seed(1)
+        return (
+            torch.randn(rows, 3, generator=generator, dtype=torch.float64),
+            torch.randn(rows, 1, generator=generator, dtype=torch.float64),
+        )
+
+    def sgd(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(self, scope, model, slots, **details):
+        x, y = self.data(len(slots))
+        with scope.rows(slots, **details):
+            loss = ((model(x) - y) ** 2).sum()
+        loss.backward()
+        return loss
+
 
 @pytest.fixture(scope="session")
 def nano() -> Nano:
     torch.set_num_threads(1)
     return Nano()
+
+
+@pytest.fixture
+def toy() -> Toy:
+    return Toy()

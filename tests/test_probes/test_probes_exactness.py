@@ -21,70 +21,51 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def check(nano, model, batches, *, policies=None, run=None, expected=None, attach_slots=None):
-    """Runs micro-batches with a probe and compares every slot's gradient and the Gram matrix."""
-    expected = expected or nano.separate(model, batches)
-    with probes.attach(model, nano.slots if attach_slots is None else attach_slots, policies) as scope:
-        if run is None:
-            for batch in batches:
-                with scope.rows(batch.slots):
-                    loss = nano.loss(model, batch)
-                loss.backward()
-        else:
-            run(scope)
-        found = {slot: scope.slot_gradients(slot) for slot in nano.slots}
-        record = scope.step(sgd(model))
-    assert nano.gradient_error(found, expected) <= EXACT
-    assert nano.gram_error(record.gram, nano.gram(expected)) <= EXACT
-    assert max(scope.residuals.values()) <= EXACT
-    return record
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lora(nano, layout):
     model = nano.lora()
-    check(nano, model, [nano.shuffled(**LAYOUTS[layout])])
+    nano.check(model, [nano.shuffled(**LAYOUTS[layout])])
 
 
 def test_equal_rows_in_slot_order_take_one_batched_product(nano):
     batch = nano.batch([slot for slot in nano.slots for _ in range(3)])
-    check(nano, nano.lora(), [batch])
+    nano.check(nano.lora(), [batch])
 
 
 def test_equal_rows_of_some_slots_only(nano):
     names = list(nano.slots)
     batches = [nano.batch([names[1]] * 2 + [names[2]] * 2), nano.shuffled(UNEVEN)]
-    check(nano, nano.lora(), batches)
+    nano.check(nano.lora(), batches)
 
 
 def test_rank_stabilised_lora_with_bias(nano):
     base = nano.model(attention_bias=True)
     model = nano.lora(model=base, use_rslora=True, lora_bias=True, target_modules=["q_proj", "o_proj"])
-    record = check(nano, model, [nano.shuffled(UNEVEN)])
+    record = nano.check(model, [nano.shuffled(UNEVEN)])
     assert record.coverage == ()
 
 
 def test_lora_with_saved_modules(nano):
     model = nano.lora(modules_to_save=["lm_head"], model=nano.model(tie_word_embeddings=False))
-    record = check(nano, model, [nano.shuffled(UNEVEN)])
+    record = nano.check(model, [nano.shuffled(UNEVEN)])
     assert record.coverage == ()
 
 
 def test_full_fine_tuning_with_tied_embedding_norms_and_biases(nano):
     model = nano.model(attention_bias=True)
-    record = check(nano, model, [nano.shuffled(UNEVEN), nano.shuffled((1, 2, 2, 3), seed=5)])
+    record = nano.check(model, [nano.shuffled(UNEVEN), nano.shuffled((1, 2, 2, 3), seed=5)])
     assert record.coverage == ()
 
 
 def test_full_fine_tuning_with_padding_embedding(nano):
     model = nano.model(pad_token_id=3, tie_word_embeddings=False)
     assert model.get_input_embeddings().padding_idx == 3
-    check(nano, model, [nano.shuffled(UNEVEN)])
+    nano.check(model, [nano.shuffled(UNEVEN)])
 
 
 def test_micro_batches_of_any_composition(nano):
     whole = nano.shuffled(UNEVEN)
-    check(nano, nano.lora(), [whole.take([0, 1, 2]), whole.take([3]), whole.take(range(4, 10))])
+    nano.check(nano.lora(), [whole.take([0, 1, 2]), whole.take([3]), whole.take(range(4, 10))])
 
 
 def test_several_forwards_before_one_backward(nano):
@@ -97,7 +78,7 @@ def test_several_forwards_before_one_backward(nano):
                 total = total + nano.loss(model, batch)
         total.backward()
 
-    check(nano, model, batches, run=run)
+    nano.check(model, batches, run=run)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -118,7 +99,7 @@ def test_gradient_checkpointing(nano, reentrant, together):
         if together:
             sum(losses).backward()
 
-    check(nano, model, batches, run=run, expected=expected)
+    nano.check(model, batches, run=run, expected=expected)
 
 
 def test_full_fine_tuning_under_checkpointing(nano):
@@ -126,7 +107,7 @@ def test_full_fine_tuning_under_checkpointing(nano):
     batches = [nano.shuffled(UNEVEN)]
     expected = nano.separate(model, batches)
     nano.checkpoint(model, reentrant=False)
-    check(nano, model, batches, expected=expected)
+    nano.check(model, batches, expected=expected)
 
 
 def test_dropout_against_masked_losses_under_the_same_masks(nano):
@@ -140,79 +121,7 @@ def test_dropout_against_masked_losses_under_the_same_masks(nano):
         expected[slot] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     torch.manual_seed(11)
-    check(nano, model, [batch], expected=expected)
-
-
-def packed(nano, batch, *, reset=True):
-    """The rows of a batch in one row without padding; positions start again with each if told to."""
-    lengths = batch.attention.sum(1).tolist()
-    ids = torch.cat([row[:n] for row, n in zip(batch.ids, lengths, strict=True)])
-    weights = torch.cat(
-        [torch.cat([w[: n - 1], w.new_zeros(1)]) for w, n in zip(batch.weights, lengths, strict=True)]
-    )
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    tags = [slot for slot, n in zip(batch.slots, lengths, strict=True) for _ in range(n)]
-    rows = [row for row, n in enumerate(lengths) for _ in range(n)]
-    same = torch.tensor(rows)[:, None] == torch.tensor(rows)[None, :]
-    causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-    mask = torch.zeros(len(rows), len(rows), dtype=torch.float64)
-    mask.masked_fill_(~(causal & same if reset else causal), torch.finfo(torch.float64).min)
-    return (
-        {
-            "input_ids": ids[None],
-            "position_ids": positions[None] if reset else torch.arange(len(rows))[None],
-            "attention_mask": mask[None, None],
-        },
-        weights,
-        tags,
-        rows,
-    )
-
-
-def packed_loss(model, inputs, weights):
-    logprobs = torch.log_softmax(model(**inputs).logits[0, :-1], dim=-1)
-    return -(logprobs.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1) * weights[:-1]).sum()
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_packed_rows_tagged_by_token(nano, full):
-    batch = nano.shuffled(UNEVEN)
-    model = nano.model() if full else nano.lora()
-    inputs, weights, tags, rows = packed(nano, batch)
-
-    def run(scope):
-        with scope.rows(tags, row_ids=rows, tokens=[1.0] * len(tags)):
-            loss = packed_loss(model, inputs, weights)
-        loss.backward()
-
-    record = check(nano, model, [batch], run=run)
-    assert record.counts["num_rows"].tolist() == list(UNEVEN)
-    lengths = batch.attention.sum(1)
-    for index, slot in enumerate(nano.slots):
-        own = sum(int(n) for n, name in zip(lengths, batch.slots, strict=True) if name == slot)
-        assert record.counts["num_tokens"][index] == own
-
-
-def test_packed_padding_belongs_to_no_slot(nano):
-    batch, model = nano.shuffled(UNEVEN), nano.lora()
-    inputs, weights, tags, _ = packed(nano, batch)
-    pad = 5
-    size = len(tags) + pad
-    mask = torch.full((1, 1, size, size), torch.finfo(torch.float64).min, dtype=torch.float64)
-    mask[..., : len(tags), : len(tags)] = inputs["attention_mask"]
-    mask[..., torch.arange(len(tags), size), torch.arange(len(tags), size)] = 0
-    longer = {
-        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (0, pad)),
-        "position_ids": torch.nn.functional.pad(inputs["position_ids"], (0, pad)),
-        "attention_mask": mask,
-    }
-
-    def run(scope):
-        with scope.rows([*tags, *[None] * pad]):
-            loss = packed_loss(model, longer, torch.nn.functional.pad(weights, (0, pad)))
-        loss.backward()
-
-    check(nano, model, [batch], run=run)
+    nano.check(model, [batch], expected=expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -222,7 +131,7 @@ def test_on_a_gpu(nano, full, rows_per_slot):
     model = (nano.model() if full else nano.lora()).cuda()
     batch = nano.shuffled(rows_per_slot)
     moved = type(batch)(batch.ids.cuda(), batch.attention.cuda(), batch.weights.cuda(), batch.slots)
-    check(nano, model, [moved])
+    nano.check(model, [moved])
     with probes.attach(model, nano.slots) as scope:
 
         def loss_of_rows(mask):
@@ -331,24 +240,3 @@ def test_rolled_slots_are_wrong(nano):
         record = scope.step(sgd(model))
     assert nano.gram_error(record.gram, expected) > 0.1
     assert scope.residuals["default"] <= EXACT
-
-
-def test_attention_across_packed_rows_is_wrong(nano):
-    """Negative control: without position ids set back, a slot's loss depends on other slots' rows."""
-    model, batch = nano.lora(), nano.shuffled(UNEVEN)
-    inputs, weights, tags, _ = packed(nano, batch, reset=False)
-    starts = np.flatnonzero([True, *(a != b for a, b in zip(tags[1:], tags[:-1], strict=True))])
-    assert len(starts) > 1
-    truth = {}
-    for slot in nano.slots:
-        model.zero_grad()
-        mask = torch.tensor([tag == slot for tag in tags])
-        packed_loss(model, inputs, weights * mask).backward()
-        truth[slot] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    with probes.attach(model, nano.slots) as scope:
-        with scope.rows(tags):
-            loss = packed_loss(model, inputs, weights)
-        loss.backward()
-        record = scope.step(sgd(model))
-    assert nano.gram_error(record.gram, nano.gram(truth)) > 0.01
