@@ -17,7 +17,7 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.products import add_products
+from gradscope.probes.products import add_products, row_axes
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.targets import Target
 
@@ -62,15 +62,20 @@ class Tap:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
     ) -> torch.Tensor | None:
         """Returns the module's output with the tap behind it; None (output unchanged) without gradients."""
-        if not torch.is_grad_enabled() or not output.requires_grad:
+        batch = self.collector.recomputed or self.collector.batch
+        differentiable = torch.is_grad_enabled() and output.requires_grad
+        if batch is None and not differentiable:
+            return None
+        x = (args[0] if args else next(iter(kwargs.values()))).detach()
+        if batch is not None:
+            batch.see(row_axes(self.target, x))  # rows count whether or not a backward comes
+        if not differentiable:
             return None
         wanted = {name: p for name, p in self.target.parameters.items() if p.requires_grad}
         if not wanted:
             return None
-        x = (args[0] if args else next(iter(kwargs.values()))).detach()
         if self.target.kind == "linear" and x.dtype != output.dtype:
             x = x.to(output.dtype)  # what autograd multiplies under autocast
-        batch = self.collector.recomputed or self.collector.batch
         if batch is not None:
             batch.tapped = True
         rows_unknown = self.collector.recomputed is None and torch._C._current_graph_task_id() != -1

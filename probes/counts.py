@@ -18,9 +18,9 @@ Array = NDArray[np.float64]
 def slot_counts(batches: Iterable[RowBatch], slots: Sequence[int], num_slots: int) -> dict[str, Array]:
     """Returns the counts of an update, each `[K]`, NaN outside `slots` and where the loop did not say.
 
-    `num_rows`; `num_signal_rows` (advantage not 0) and `advantage_abs_sum` from the advantages; `num_tokens`
-    and `loss_weight` as sums of what was given. In a packed batch a row is a stretch of tokens with one slot
-    and one row id, its advantage the largest in magnitude among its tokens.
+    `num_rows`; `num_signal_rows` (advantage not 0) and `advantage_abs_sum` from the advantages, of which NaN
+    is missing and no signal; `num_tokens` and `loss_weight` as sums of what was given. In a packed batch a row
+    is a stretch of tokens with one slot and one row id, its advantage the largest in magnitude of its tokens'.
     """
     names = ("num_rows", "num_signal_rows", "num_tokens", "advantage_abs_sum", "loss_weight")
     counts = {name: np.full(num_slots, np.nan) for name in names}
@@ -50,8 +50,9 @@ def _row_values(batch: RowBatch, starts: NDArray[np.int64]) -> dict[str, Array]:
         "advantage_abs_sum": unknown,
     }
     if "advantages" in batch.numbers:
-        magnitude = np.maximum.reduceat(np.abs(batch.numbers["advantages"]), starts)
-        values["num_signal_rows"] = (magnitude != 0).astype(np.float64)
+        known = np.abs(batch.numbers["advantages"])
+        magnitude = np.maximum.reduceat(np.where(np.isnan(known), 0.0, known), starts)
+        values["num_signal_rows"] = (magnitude > 0).astype(np.float64)
         values["advantage_abs_sum"] = magnitude
     return values
 

@@ -46,7 +46,6 @@ def add_products(
         ProbeError: The input has not one row for each tag, or rows belong to slots of another policy.
     """
     packed = _is_packed(target, batch, x)
-    batch.packed |= packed
     _check_policy(batch, into)
     into.note_precision(dy.dtype)
     if packed:
@@ -59,13 +58,16 @@ def add_products(
         _rowwise(target.module, wanted, batch, into, x, dy, packed=packed)
 
 
-def _is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
+def row_axes(target: Target, x: torch.Tensor) -> tuple[int, ...]:
+    """Returns the sizes of the axes of a module's input that count rows and tokens, not features."""
     feature_axes = len(getattr(target.module, "normalized_shape", (1,))) if target.kind != "embedding" else 0
-    row_axes = x.shape[: x.dim() - feature_axes]
-    if row_axes[:1] == (len(batch),):
-        return False
-    if row_axes[:1] == (1,) and row_axes[1:2] == (len(batch),):
-        return True
+    return tuple(x.shape[: x.dim() - feature_axes])
+
+
+def _is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
+    packed = batch.see(row_axes(target, x))
+    if packed is not None:
+        return packed
     raise ProbeError(
         f"{target.name}: the input has shape {list(x.shape)}, but {len(batch)} rows were announced; expected "
         f"[{len(batch)}, ...], or [1, {len(batch)}, ...] with one slot for each token. Give rows() one slot "

@@ -70,9 +70,9 @@ class RowBatch:
         problems: Problem label of each row; kept for products between halves of the problems.
         row_ids: Name of each row; in a packed batch it tells neighbouring rows of one slot apart.
         numbers: Per-row numbers by name: tokens, advantages, loss_weights; each `[N]`.
+        packed: What the loop said about the rows being tokens of packed rows; None where it said nothing.
 
     Attributes:
-        packed: Whether the rows turned out to be tokens of packed rows; known once a gradient arrived.
         tapped: Whether a forward pass that can be differentiated was run with these rows.
     """
 
@@ -84,13 +84,15 @@ class RowBatch:
         problems: Sequence[Hashable] | None = None,
         row_ids: Sequence[Hashable] | None = None,
         numbers: Mapping[str, NDArray[np.float64]],
+        packed: bool | None = None,
     ) -> None:
         self.slot_N = tuple(slot_N)
         self.names = tuple(names)
         self.problems = problems
         self.row_ids = row_ids
         self.numbers = dict(numbers)
-        self.packed = False
+        self._said_packed = packed
+        self._seen_packed: bool | None = None
         self.tapped = False
         self.slots = frozenset(self.slot_N) - {UNTAGGED}
         self._runs = tuple(_runs(self.slot_N))
@@ -99,6 +101,33 @@ class RowBatch:
 
     def __len__(self) -> int:
         return len(self.slot_N)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows are tokens of packed rows, told by the best there is.
+
+        That is the shape first seen in a forward pass; else what the loop said; else whether row ids repeat.
+        """
+        if self._seen_packed is not None:
+            return self._seen_packed
+        if self._said_packed is not None:
+            return self._said_packed
+        return self.row_ids is not None and len(set(self.row_ids)) < len(self)
+
+    def see(self, row_axes: Sequence[int]) -> bool | None:
+        """Learns from the leading axes of a module's input whether the rows are packed.
+
+        Returns:
+            Whether they are; None where the axes fit neither, `[N, ...]` nor `[1, N, ...]`.
+        """
+        packed = None
+        if tuple(row_axes[:1]) == (len(self),):
+            packed = False
+        elif tuple(row_axes[:2]) == (1, len(self)):
+            packed = True
+        if self._seen_packed is None:
+            self._seen_packed = packed
+        return packed
 
     def plan(
         self, policy_slots: tuple[int, ...], device: torch.device, *, tokens_per_row: int | None = None
@@ -157,6 +186,7 @@ def read_rows(
     problems: Sequence[Hashable] | None,
     row_ids: Sequence[Hashable] | None,
     numbers: Mapping[str, Sequence[float] | None],
+    packed: bool | None = None,
 ) -> RowBatch:
     """Returns the checked rows of one micro-batch.
 
@@ -189,4 +219,6 @@ def read_rows(
     arrays = {
         label: np.asarray(values, dtype=np.float64) for label, values in numbers.items() if values is not None
     }
-    return RowBatch(slot_N, tuple(slot_index), problems=problems, row_ids=row_ids, numbers=arrays)
+    return RowBatch(
+        slot_N, tuple(slot_index), problems=problems, row_ids=row_ids, numbers=arrays, packed=packed
+    )

@@ -74,6 +74,7 @@ class Scope:
         tokens: Sequence[float] | None = None,
         advantages: Sequence[float] | None = None,
         loss_weights: Sequence[float] | None = None,
+        packed: bool | None = None,
     ) -> Iterator[None]:
         """Announces the rows of one micro-batch: forward pass inside the block, backward anywhere.
 
@@ -92,6 +93,8 @@ class Scope:
             tokens: Number of scored tokens of each row; fills `num_tokens`.
             advantages: Advantage of each row; fills `num_signal_rows` and `advantage_abs_sum`.
             loss_weights: Weight of each row in the loss; fills `loss_weight`.
+            packed: Whether an entry stands for a token, for a block without a forward pass, whose shape would
+                show it; None takes repeated `row_ids` for a sign that it does.
 
         Raises:
             ProbeError: An unknown slot, sequences of different lengths, a block within a block, or a scope
@@ -101,7 +104,14 @@ class Scope:
         if self._collector.batch is not None:
             raise ProbeError("rows(): already inside a rows() block; leave it before the next micro-batch.")
         numbers = {"tokens": tokens, "advantages": advantages, "loss_weights": loss_weights}
-        batch = read_rows(slot_of_each_row, self._index, problems=problems, row_ids=row_ids, numbers=numbers)
+        batch = read_rows(
+            slot_of_each_row,
+            self._index,
+            problems=problems,
+            row_ids=row_ids,
+            numbers=numbers,
+            packed=packed,
+        )
         self._collector.batch = batch
         try:
             yield
