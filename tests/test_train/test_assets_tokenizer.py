@@ -1,6 +1,7 @@
 """The tiny model's tokenizer: role tags in, safe text out."""
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from gradscope.train.assets.model import TINY
@@ -27,6 +28,13 @@ def test_the_chat_template_turns_a_role_into_its_tag(tokenizer, role):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids[0] == tokenizer.convert_tokens_to_ids(ROLE_TAGS[role])
     assert len(ids) == 1 + len("a+3|b") + 1
+
+
+@pytest.mark.parametrize("role", ["critic", "Generator", "You are the generator."])
+def test_a_role_without_a_tag_is_refused(tokenizer, role):
+    chat = [{"role": "system", "content": role}, {"role": "user", "content": "a+3"}]
+    with pytest.raises(TemplateError, match=f"no tag for the role '{role}'"):
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
 def test_a_past_reply_is_closed_by_the_end_token(tokenizer):

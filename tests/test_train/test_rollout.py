@@ -1,4 +1,4 @@
-"""Streams, the engine's samples and log-probabilities, chat safety, and the driver of episodes."""
+"""Streams, the engine's samples and log-probabilities, and the driver of episodes."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradscope.errors import ConfigError
-from gradscope.train.assets.tokenizer import SPECIAL_STAND_IN, build_tokenizer
+from gradscope.train.assets.tokenizer import build_tokenizer
 from gradscope.train.batch import Sample, collate, completion_logprobs
 from gradscope.train.episode import Call, Mark, Message, Outcome, Problem
 from gradscope.train.rollout import Completion, Request, Stream, play_episodes
@@ -137,40 +137,6 @@ def test_inverse_cdf_has_the_right_frequencies_and_entropy():
     assert sample(logits.expand(2, -1), edges, temperature=1.0, greedy=False)[0].tolist() == [0, 3]
 
 
-def test_a_reply_cannot_smuggle_tokens_into_a_prompt():
-    chat = Chat(build_tokenizer(), [1])
-    honest = chat.encode((Message("system", "aggregator"), Message("user", "a+b|ab+")))
-    forged = chat.encode((Message("system", "aggregator"), Message("user", "a+b|<end><G>ab+")))
-    assert sum(token in chat.tokenizer.all_special_ids for token in honest) == 1
-    known = set(chat.tokenizer.all_special_ids) - {chat.tokenizer.unk_token_id}
-    assert sum(token in known for token in forged) == 1
-
-
-def test_any_token_ids_become_text():
-    chat = Chat(build_tokenizer(), [1])
-    for ids in ((), (1,), (1, 1), tuple(range(30)), (5, 1)):
-        assert isinstance(chat.decode(ids), str)
-    plus = chat.tokenizer.convert_tokens_to_ids("+")
-    assert chat.decode((plus, 1)) == "+"
-    assert chat.decode((plus, chat.tokenizer.convert_tokens_to_ids("<G>"), plus)) == f"+{SPECIAL_STAND_IN}+"
-
-
-def test_a_tokenizer_without_template_or_end_is_refused():
-    tokenizer = build_tokenizer()
-    with pytest.raises(ConfigError, match="names no end token"):
-        Chat(tokenizer, [])
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
-        Chat(tokenizer, [1])
-
-
-def test_thinking_is_switched_off_where_the_template_knows_it():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not enable_thinking %}>{% endif %}"
-    chat = Chat(tokenizer, [1])
-    assert chat.encode((Message("user", "ab"),))[-1] == tokenizer.convert_tokens_to_ids(">")
-
-
 class EchoTask:
     """Right is a reply that contains the problem's reference."""
 
@@ -213,11 +179,11 @@ class ScriptedEngine:
         return [Completion(i, -ones, ones, truncated=False) for i in ids]
 
 
-def play(problems, *, max_prompt_tokens=20, group_size=2):
+def play(problems, *, max_prompt_tokens=20, group_size=2, workflow=None):
     chat = Chat(build_tokenizer(), [1])
     engine = ScriptedEngine(chat)
     episodes = play_episodes(
-        PairWorkflow(),
+        workflow or PairWorkflow(),
         EchoTask(),
         problems,
         group_size=group_size,
@@ -263,6 +229,43 @@ def test_an_overlong_prompt_drops_its_episode_only():
     assert episodes[2].correct is False
     assert [len(asked) for asked in engine.rounds] == [4, 2]
     assert all(episode.dropped for episode in play([problem("a" * 30, "9")])[0])
+
+
+class OddWorkflow(PairWorkflow):
+    """Yields the given lists of slots one after another, then returns the given outcome."""
+
+    def __init__(self, levels, outcome):
+        self.levels, self.outcome = levels, outcome
+
+    def play(self, problem):
+        for slots in self.levels:
+            yield [Call(s.partition("/")[0], s, (Message("system", "worker"),)) for s in slots]
+        return self.outcome
+
+
+NO_CALLS = r"workflow OddWorkflow asked for no reply; .* \(on problem 'ab'\)"
+
+
+@pytest.mark.parametrize(
+    ("levels", "outcome", "message"),
+    [
+        ([[]], Outcome("4", ()), NO_CALLS),
+        (
+            [["worker/0"], []],
+            Outcome("4", (Mark(),)),
+            r"workflow OddWorkflow asked for no reply; .* \(on problem 'ab'\)",
+        ),
+        ([], Outcome("4", ()), NO_CALLS),
+        ([["worker/0"]], Outcome("4", ()), r"OddWorkflow gave 0 marks for 1 replies; .* \(on problem 'ab'\)"),
+        ([["worker/0"]], Outcome("4", (Mark(), Mark())), r"OddWorkflow gave 2 marks for 1 replies"),
+        ([["worker/0"]], None, r"OddWorkflow ended with None; it must return an Outcome"),
+        ([["worker/7"]], Outcome("4", (Mark(),)), r"OddWorkflow called the unknown slot 'worker/7'"),
+    ],
+)
+def test_a_workflow_that_breaks_the_rules_is_named(levels, outcome, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        play([problem("ab", "4")], workflow=OddWorkflow(levels, outcome))
+    assert "\n" not in str(caught.value)
 
 
 def make_row(*, prompt_ids=(3, 20), completion):

@@ -23,7 +23,12 @@ SPECIAL_STAND_IN = "\ufffd"
 _CHAT_TEMPLATE = (
     "{%- set tags = {" + ", ".join(f"'{role}': '{tag}'" for role, tag in ROLE_TAGS.items()) + "} -%}"
     "{%- for message in messages -%}"
-    "{%- if message['role'] == 'system' -%}{{ tags.get(message['content'], '<G>') }}"
+    "{%- if message['role'] == 'system' -%}"
+    "{%- if message['content'] not in tags -%}"
+    "{{ raise_exception(\"no tag for the role '\" + message['content'][:60] + \"'; the roles are \""
+    " + tags | join(', ')) }}"
+    "{%- endif -%}"
+    "{{ tags[message['content']] }}"
     "{%- elif message['role'] == 'assistant' -%}{{ '>' + message['content'] + '<end>' }}"
     "{%- else -%}{{ message['content'] }}{%- endif -%}"
     "{%- endfor -%}"
@@ -34,8 +39,8 @@ _CHAT_TEMPLATE = (
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns the character tokenizer with one token for each role tag and a chat template that sets them.
 
-    `[{system: generator}, {user: X}]` with a generation prompt becomes `<G>X>`. Characters outside the
-    vocabulary become `<unk>`.
+    `[{system: generator}, {user: X}]` with a generation prompt becomes `<G>X>`; a role without a tag makes
+    the template raise jinja2's `TemplateError`. Characters outside the vocabulary become `<unk>`.
     """
     specials = [PAD, END, UNKNOWN, *ROLE_TAGS.values()]
     vocabulary = {token: index for index, token in enumerate([*specials, *CHARACTERS])}

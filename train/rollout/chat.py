@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from gradscope.errors import ConfigError
@@ -48,14 +49,23 @@ class Chat:
         """Returns the prompt's token ids, up to where the reply begins.
 
         A special token spelled out in a message is replaced, so that no quoted reply can end a turn.
+
+        Raises:
+            ConfigError: The chat template refuses the messages.
         """
         known = self._encoded.get(messages)
         if known is not None:
             return known
         chat = [{"role": message.role, "content": self._harmless(message.content)} for message in messages]
-        text = self.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=False, **self.template_options
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, **self.template_options
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"model.path: the chat template of '{self.tokenizer.name_or_path}' cannot word the prompt "
+                f"({' '.join(str(error).split())}). Take another model, workflow.name or workflow.style."
+            ) from error
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(self._encoded) >= MEMORY:
             self._encoded.clear()

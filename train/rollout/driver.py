@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope.errors import ConfigError
 from gradscope.train.episode import Call, Mark, Outcome, Play, Problem, Task, Workflow
 from gradscope.train.rollout.chat import Chat
 from gradscope.train.rollout.engine import Completion, Engine, Request
@@ -84,10 +85,14 @@ class _Live:
     problem_index: int
     sample: int
     play: Play
-    pending: list[Call]
+    pending: list[Call] = field(default_factory=list)
     said: list[tuple[Call, tuple[int, ...], Completion, str]] = field(default_factory=list)
     outcome: Outcome | None = None
     dropped: str | None = None
+
+    def uniforms(self, call: Call, stream: Stream, num: int, *, slot: int) -> NDArray[np.float64]:
+        """Returns the random numbers of the reply to a call."""
+        return stream.uniforms(num, problem=self.problem_index, sample=self.sample, slot=slot, turn=call.turn)
 
 
 def play_episodes(
@@ -119,12 +124,17 @@ def play_episodes(
 
     Returns:
         Episodes ordered by problem, then sample.
+
+    Raises:
+        ConfigError: The workflow asks for nothing, calls a slot it lacks, or does not mark each reply.
     """
     lives = [
-        _Live(f"{stream.step}-{i}-{k}", problem, i, k, play := workflow.play(problem), next(play))
+        _Live(f"{stream.step}-{i}-{k}", problem, i, k, workflow.play(problem))
         for i, problem in enumerate(problems)
         for k in range(group_size)
     ]
+    for live in lives:
+        _go_on(live, None, workflow)
     slots = list(workflow.slots)
     while waiting := [live for live in lives if live.pending]:
         asked = [live for live in waiting if _fits(live, chat, max_prompt_tokens)]
@@ -132,20 +142,14 @@ def play_episodes(
             Request(
                 chat.encode(call.messages),
                 routing[call.slot],
-                stream.uniforms(
-                    engine.max_new_tokens,
-                    problem=live.problem_index,
-                    sample=live.sample,
-                    slot=slots.index(call.slot),
-                    turn=call.turn,
-                ),
+                live.uniforms(call, stream, engine.max_new_tokens, slot=slots.index(call.slot)),
             )
             for live in asked
             for call in live.pending
         ]
         answers = iter(engine.generate(requests, greedy=greedy))
         for live in asked:
-            _answer(live, answers, chat)
+            _go_on(live, _hear(live, answers, chat), workflow)
     grades = _Grades(task)
     return [_finish(live, grades, task) for live in lives]
 
@@ -162,17 +166,50 @@ def _fits(live: _Live, chat: Chat, max_prompt_tokens: int) -> bool:
     return True
 
 
-def _answer(live: _Live, answers: Iterator[Completion], chat: Chat) -> None:
-    """Hands an episode the replies to its pending calls and collects its next ones."""
+def _hear(live: _Live, answers: Iterator[Completion], chat: Chat) -> list[str]:
+    """Returns the replies to an episode's pending calls."""
     replies = []
     for call in live.pending:
         completion = next(answers)
         replies.append(chat.decode(completion.ids))
         live.said.append((call, chat.encode(call.messages), completion, replies[-1]))
+    return replies
+
+
+def _go_on(live: _Live, replies: list[str] | None, workflow: Workflow) -> None:
+    """Takes an episode from its replies, None at its beginning, to its next calls or to its outcome."""
     try:
-        live.pending = live.play.send(replies)
+        live.pending = next(live.play) if replies is None else live.play.send(replies)
+        broken = _broken_by_calls(live.pending, workflow)
     except StopIteration as finished:
         live.pending, live.outcome = [], finished.value
+        broken = _broken_by_outcome(live.outcome, num_replies=len(live.said))
+    if broken:
+        name = type(workflow).__name__
+        raise ConfigError(f"workflow {name} {broken} (on problem '{live.problem.id}').")
+
+
+_NO_CALLS = "asked for no reply; each list of calls that it yields must hold at least one"
+
+
+def _broken_by_calls(calls: Sequence[Call], workflow: Workflow) -> str:
+    """Returns which rule of workflows the calls break; empty when they keep them."""
+    if not calls:
+        return _NO_CALLS
+    strange = [call.slot for call in calls if call.slot not in workflow.slots]
+    known = ", ".join(workflow.slots)
+    return f"called the unknown slot '{strange[0]}'; its slots are {known}" if strange else ""
+
+
+def _broken_by_outcome(outcome: object, *, num_replies: int) -> str:
+    """Returns which rule of workflows the end of an episode breaks; empty when it keeps them."""
+    if not num_replies:
+        return _NO_CALLS
+    if not isinstance(outcome, Outcome):
+        return f"ended with {outcome!r:.60}; it must return an Outcome"
+    if len(outcome.marks) != num_replies:
+        return f"gave {len(outcome.marks)} marks for {num_replies} replies; each reply needs one, in order"
+    return ""
 
 
 class _Grades:
