@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-WORKFLOWS = ("single", "voting", "eval_opt", "orch_workers")
+from gradscope.train.assets.experts import EXPERTS
+from gradscope.train.workflows import WORKFLOWS
+
 POLICIES = ("shared", "isolated")
-TASKS = ("stack_code", "arithmetic")
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ def half_width(values: list[float]) -> float:
 def main() -> None:
     """Runs the cells that were asked for and prints the table; numbers of each run go to results.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflows", nargs="+", default=WORKFLOWS)
+    parser.add_argument("--workflows", nargs="+", default=WORKFLOWS.names())
     parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--tasks", nargs="+", default=list(EXPERTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--num-problems", type=int, default=300, help="held-out problems of an evaluation")

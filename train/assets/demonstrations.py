@@ -36,10 +36,6 @@ class Noise:
             if not 0 <= value <= 1:
                 raise ConfigError(f"noise {name} is {value}, allowed are 0 to 1.")
 
-    def of_task(self, task_name: str) -> float:
-        """Returns the rate of mistakes for each place of a solution."""
-        return self.operation if task_name == "stack_code" else self.digit
-
 
 @dataclass(frozen=True)
 class Demonstration:
@@ -110,7 +106,8 @@ class Demonstrator:
 
     def _solution(self, problem: Problem, strategy: str) -> str:
         clean = self.expert.solve(problem.short, strategy)
-        return self.expert.spoil(clean, self.noise.of_task(self.task_name), self.random)
+        rate: float = getattr(self.noise, self.expert.mistake)
+        return self.expert.spoil(clean, rate, self.random)
 
     def _choice(self, problem: Problem, candidates: list[str]) -> str:
         right = [k for k, text in enumerate(candidates) if self.task.grade(problem, text)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 from gradscope.train.tasks.arithmetic import split_operation
 
@@ -18,10 +19,12 @@ class Expert:
             right; `R` swaps the operands of each operation, which is wrong where a difference is taken.
         spoil: A solution, a rate in [0, 1] and a random stream to the solution with mistakes at that rate
             for each place where one can be made.
+        mistake: What a mistake changes; names its rate in `Noise`.
     """
 
     solve: Callable[[str, str], str]
     spoil: Callable[[str, float, Random], str]
+    mistake: Literal["operation", "digit"]
 
 
 def _solve_stack_code(expression: str, strategy: str) -> str:
@@ -58,6 +61,6 @@ def _spoil_arithmetic(number: str, rate: float, random: Random) -> str:
 
 
 EXPERTS = {
-    "stack_code": Expert(_solve_stack_code, _spoil_stack_code),
-    "arithmetic": Expert(_solve_arithmetic, _spoil_arithmetic),
+    "stack_code": Expert(_solve_stack_code, _spoil_stack_code, "operation"),
+    "arithmetic": Expert(_solve_arithmetic, _spoil_arithmetic, "digit"),
 }

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from gradscope.train.assets.experts import EXPERTS
 from gradscope.train.assets.model import TINY
 from gradscope.train.assets.sampler import sample
 from gradscope.train.episode import Call, Outcome, Play, Problem, Task, Workflow
 from gradscope.train.tasks import TASKS
 from gradscope.train.workflows import WORKFLOWS
 
-GENERATED_TASKS = ("stack_code", "arithmetic")
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 24
 
@@ -117,10 +117,10 @@ def measure(
 def measure_all(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, num_problems: int
 ) -> list[Measurement]:
-    """Returns the measurement of every workflow on both generated tasks at their default difficulty."""
+    """Returns the measurement of every workflow on every generated task at their default difficulty."""
     return [
         measure(workflow, task, TASKS.get(task)(), model, tokenizer, num_problems=num_problems)
-        for task in GENERATED_TASKS
+        for task in EXPERTS
         for workflow in WORKFLOWS.names()
     ]
 

@@ -27,7 +27,7 @@ class MathJsonl:
     Args:
         path: The file.
         held_out_fraction: Share of the problems that is held out, above 0 and below 1; at least one is.
-        seed: In which order each pass over a split goes.
+        seed: In which order the problems of a split come.
 
     Raises:
         ConfigError: The share is not between 0 and 1.
@@ -39,7 +39,6 @@ class MathJsonl:
             raise ConfigError(
                 f"math_jsonl: held_out_fraction is {held_out_fraction!r}, allowed is above 0 and below 1."
             )
-        self.seed = seed
         problems = sorted(read_problems(Path(path)), key=lambda problem: text_hash(problem.question))
         if len(problems) < 2:
             raise DataError(
@@ -47,18 +46,22 @@ class MathJsonl:
             )
         num_held_out = min(max(1, round(held_out_fraction * len(problems))), len(problems) - 1)
         self._problems = {"held_out": problems[:num_held_out], "train": problems[num_held_out:]}
-        self._order: dict[tuple[str, int], list[int]] = {}
+        for split, members in self._problems.items():
+            Random(f"{seed}/{split}").shuffle(members)
 
     def problem(self, split: str, index: int) -> Problem:
-        """Returns problem `index` of a split; each pass over the split has an order of its own."""
+        """Returns problem `index` of a split.
+
+        Raises:
+            ConfigError: The split has fewer problems.
+        """
         check_place(split, index)
         problems = self._problems[split]
-        epoch, place = divmod(index, len(problems))
-        if (split, epoch) not in self._order:
-            order = list(range(len(problems)))
-            Random(f"{self.seed}/{split}/{epoch}").shuffle(order)
-            self._order[split, epoch] = order
-        return problems[self._order[split, epoch][place]]
+        if index >= len(problems):
+            raise ConfigError(
+                f"problem index {index} of split '{split}': allowed are 0 to {len(problems) - 1}."
+            )
+        return problems[index]
 
     def num_problems(self, split: str) -> int | None:
         """Returns how many different problems the split has."""

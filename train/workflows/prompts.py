@@ -40,6 +40,16 @@ def natural(instructions: str, *paragraphs: str) -> tuple[Message, ...]:
     return (Message("system", instructions), Message("user", "\n\n".join(paragraphs)))
 
 
+def generator_prompt(problem: Problem, style: Style) -> tuple[Message, ...]:
+    """Returns the prompt of a generator that answers from the problem alone, the same in all workflows."""
+    text = statement(problem, style)
+    if style == "compact":
+        return compact("generator", text)
+    return natural(
+        "You are the generator: you solve problems carefully, step by step.", text, problem.answer_format
+    )
+
+
 def compact_field(reply: str) -> str:
     """Returns a reply as a compact prompt shows it: at most 24 long, no `|<>` or control characters."""
     kept = (c for c in reply if c not in "|<>" and not unicodedata.category(c).startswith("C"))

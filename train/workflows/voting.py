@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 from gradscope.train.episode import Call, Mark, Message, Outcome, Play, Problem, Style
 from gradscope.train.workflows.options import check_count, check_style
-from gradscope.train.workflows.prompts import compact, compact_field, natural, quote, statement
+from gradscope.train.workflows.prompts import (
+    compact,
+    compact_field,
+    generator_prompt,
+    natural,
+    quote,
+    statement,
+)
 from gradscope.train.workflows.replies import is_copy, read_choice
-from gradscope.train.workflows.single import generator_prompt
 
 
 class Voting:
