@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gradscope.errors import RunFileError
+from gradscope.train.durable import sync, write_atomically
 from gradscope.train.policy import Policies
 
 FOLDER = "checkpoints"
-LATEST, BEST = "latest", "best"
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "optimizer.pt"
 
@@ -40,38 +40,44 @@ class State:
 
 
 def save_checkpoint(run: Path, policies: Policies, state: State, *, keep: int) -> Path:
-    """Writes a checkpoint, points `latest` (and `best`) at it, and removes old ones.
+    """Writes a checkpoint and removes old ones.
 
-    The folder is written beside its place and renamed, so a crash leaves the one before.
+    The folder is written beside its place and renamed, so a crash leaves the one before. A run comes to a
+    step's weights in one way only, so those of a checkpoint that is there stay as they are.
 
     Args:
         run: Run directory.
         policies: Adapters and optimizers.
-        state: What else to keep; when `best_step` is its own step, `best` points here too.
-        keep: Latest checkpoints to keep; the best one is kept beside them.
+        state: What else to keep.
+        keep: Latest checkpoints to keep; the best one and this one are kept beside them.
     """
     folder = run / FOLDER
-    target, scratch = folder / _name(state.step), folder / f".{_name(state.step)}.tmp"
+    target = folder / _name(state.step)
+    if (target / STATE_FILE).is_file():
+        write_atomically(target / STATE_FILE, _as_json(state))
+    else:
+        _write(target, policies, state)
+    _prune(run, keep=keep, spared=(state.step, state.best_step))
+    return target
+
+
+def _write(target: Path, policies: Policies, state: State) -> None:
+    scratch = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     for name in policies.names:
         adapter = scratch / name
         adapter.mkdir(parents=True)
-        weights = get_peft_model_state_dict(policies.peft, adapter_name=name)
+        weights = policies.saved_weights(name)
         save_file({key: value.contiguous() for key, value in weights.items()}, adapter / WEIGHTS_FILE)
         policies.peft.peft_config[name].save_pretrained(str(adapter))
         torch.save(policies.optimizers[name].state_dict(), adapter / OPTIMIZER_FILE)
-    (scratch / STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+    (scratch / STATE_FILE).write_text(_as_json(state), encoding="utf-8")
     for path in (*scratch.rglob("*"), scratch):
-        _sync(path)
-    if target.exists():
-        shutil.rmtree(target)
+        sync(path)
+    # A folder without its state is no checkpoint, whatever else lies in it.
+    shutil.rmtree(target, ignore_errors=True)
     os.replace(scratch, target)
-    _point(folder / LATEST, target.name)
-    if state.best_step == state.step:
-        _point(folder / BEST, target.name)
-    _sync(folder)
-    _prune(folder, keep=keep, best_step=state.best_step)
-    return target
+    sync(target.parent)
 
 
 def find_checkpoint(run: Path, which: str | int = "last") -> Path | None:
@@ -89,18 +95,17 @@ def find_checkpoint(run: Path, which: str | int = "last") -> Path | None:
     if not steps:
         return None
     if which == "last":
-        return folder / _name(steps[-1])
-    if which == "best":
-        pointer = folder / BEST
-        found = folder / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        step: int | None = steps[-1]
+    elif which == "best":
+        step = _read_state(folder / _name(steps[-1])).best_step
     else:
-        found = folder / _name(int(which)) if str(which).isdigit() else None
-    if found is None or not found.is_dir():
+        step = int(which) if str(which).isdigit() else None
+    if step is None or step not in steps:
+        best = "" if which == "best" else "best, "
         raise RunFileError(
-            f"{run}: no checkpoint '{which}'. Allowed: last, "
-            f"{'best, ' if (folder / BEST).is_file() else ''}{', '.join(map(str, steps))}."
+            f"{run}: no checkpoint '{which}'. Allowed: last, {best}{', '.join(map(str, steps))}."
         )
-    return found
+    return folder / _name(step)
 
 
 def checkpoint_steps(run: Path) -> list[int]:
@@ -114,13 +119,7 @@ def load_checkpoint(checkpoint: Path, policies: Policies, *, with_optimizers: bo
     Raises:
         RunFileError: Files are missing or damaged, or it is of other policies.
     """
-    try:
-        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        state = State(**{**content, "policies": tuple(content["policies"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunFileError(
-            f"{checkpoint / STATE_FILE}: cannot be read ({error}). Take another one."
-        ) from error
+    state = _read_state(checkpoint)
     if state.policies != policies.names:
         raise RunFileError(
             f"{checkpoint}: holds policies {', '.join(state.policies)}, the configuration asks for "
@@ -139,37 +138,31 @@ def load_checkpoint(checkpoint: Path, policies: Policies, *, with_optimizers: bo
 
 
 def _load_policy(folder: Path, policies: Policies, name: str, *, with_optimizer: bool) -> None:
-    weights = load_file(folder / WEIGHTS_FILE)
-    expected = get_peft_model_state_dict(policies.peft, adapter_name=name)
-    if expected.keys() != weights.keys() or any(expected[k].shape != v.shape for k, v in weights.items()):
-        raise ValueError("names or shapes of the adapter differ")
-    set_peft_model_state_dict(policies.peft, weights, adapter_name=name)
+    policies.load_weights(name, load_file(folder / WEIGHTS_FILE))
     if with_optimizer:
         content = torch.load(folder / OPTIMIZER_FILE, weights_only=True, map_location="cpu")
         policies.optimizers[name].load_state_dict(content)
+
+
+def _read_state(checkpoint: Path) -> State:
+    try:
+        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        return State(**{**content, "policies": tuple(content["policies"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunFileError(
+            f"{checkpoint / STATE_FILE}: cannot be read ({error}). Take another one."
+        ) from error
+
+
+def _as_json(state: State) -> str:
+    return json.dumps(asdict(state), indent=2)
 
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _point(pointer: Path, name: str) -> None:
-    scratch = pointer.with_name(f".{pointer.name}.tmp")
-    scratch.write_text(name + "\n", encoding="utf-8")
-    _sync(scratch)
-    os.replace(scratch, pointer)
-
-
-def _prune(folder: Path, *, keep: int, best_step: int | None) -> None:
-    steps = checkpoint_steps(folder.parent)
-    for step in steps[:-keep]:
-        if step != best_step:
-            shutil.rmtree(folder / _name(step))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _prune(run: Path, *, keep: int, spared: Collection[int | None]) -> None:
+    for step in checkpoint_steps(run)[:-keep]:
+        if step not in spared:
+            shutil.rmtree(run / FOLDER / _name(step))

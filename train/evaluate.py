@@ -12,6 +12,7 @@ from gradscope.derive import wilson_interval
 from gradscope.errors import DataError, RunFileError
 from gradscope.train.checkpoint import find_checkpoint, load_checkpoint
 from gradscope.train.config import Config, load_config
+from gradscope.train.directory import CONFIG_FILE
 from gradscope.train.metrics import mean
 from gradscope.train.rollout import Episode, Stream
 from gradscope.train.session import Session
@@ -135,10 +136,10 @@ def open_session(run: str | Path, *, checkpoint: str | int = "last") -> tuple[Se
         RunFileError: There is no such run or checkpoint.
     """
     folder = Path(run)
-    config_file = folder / "config.yaml"
+    config_file = folder / CONFIG_FILE
     if not config_file.is_file():
         raise RunFileError(
-            f"{folder}: holds no config.yaml, so no run of this trainer. Give a directory that "
+            f"{folder}: holds no {CONFIG_FILE}, so no run of this trainer. Give a directory that "
             "'gradscope train --out' wrote."
         )
     found = find_checkpoint(folder, checkpoint)

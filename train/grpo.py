@@ -100,16 +100,6 @@ def _deviation(values: Array, ddof: int) -> float:
     return 0.0 if values.max() == values.min() else float(values.std(ddof=ddof))
 
 
-def has_signal(rewards: ArrayLike, group_ids: Sequence[Hashable]) -> dict[Hashable, bool]:
-    """Returns for each group whether its present rewards differ, so that comparing them says anything."""
-    values: dict[Hashable, list[float]] = {}
-    for reward, group in zip(np.asarray(rewards, dtype=np.float64), group_ids, strict=True):
-        values.setdefault(group, [])
-        if not np.isnan(reward):
-            values[group].append(float(reward))
-    return {group: len(set(members)) > 1 for group, members in values.items()}
-
-
 def token_weights(lengths: ArrayLike, aggregation: Aggregation, *, fixed_length: int | None = None) -> Array:
     """Returns the weight of one token of each row in the loss of one update.
 

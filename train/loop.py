@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,18 +9,15 @@ from pathlib import Path
 
 import torch
 
-from gradscope.errors import RunFileError
 from gradscope.runfile import RunWriter
-from gradscope.runfile.paths import RunPaths
 from gradscope.train.checkpoint import State, find_checkpoint, load_checkpoint, save_checkpoint
-from gradscope.train.config import Config, load_config, to_yaml
+from gradscope.train.config import Config
+from gradscope.train.directory import check_out, config_change, default_out, write_description
 from gradscope.train.environment import describe_environment
 from gradscope.train.evaluate import Evaluation, evaluate_session
 from gradscope.train.interrupt import Interrupt
 from gradscope.train.record import EpisodeRecorder
 from gradscope.train.session import Session, StepResult
-
-CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def run(
 
     Args:
         config: Configuration, as `load_config` returns it.
-        out: Run directory; `runs/{workflow}-{policies}-{task}-seed{seed}` when not given.
+        out: Run directory; that of `default_out` when not given.
         resume: Whether to go on from the last checkpoint of a run that is there; without one it starts over.
         on_step: Called after every step.
 
@@ -93,29 +89,6 @@ def run(
             return _Run(session, folder, exists=exists, on_step=on_step or (lambda report: None)).go()
         finally:
             session.close()
-
-
-def check_out(folder: Path, *, resume: bool) -> bool:
-    """Returns whether there is a run in a folder to go on with.
-
-    Raises:
-        RunFileError: There is one and it is not to be resumed.
-    """
-    exists = RunPaths.of(folder).exists()
-    if exists and not resume:
-        raise RunFileError(
-            f"{folder}: holds a run already. Add --resume (resume=True) to go on with it, "
-            "or choose another folder."
-        )
-    return exists
-
-
-def default_out(config: Config) -> Path:
-    """Returns the run directory of a run that is not given one."""
-    routing = config.policy.routing
-    policies = routing if isinstance(routing, str) else "mapped"
-    name = f"{config.workflow.name}-{policies}-{config.task.name}-seed{config.train.seed}"
-    return Path("runs") / name.replace(":", "_")
 
 
 class _Run:
@@ -134,7 +107,7 @@ class _Run:
         checkpoint = find_checkpoint(folder) if exists else None
         if checkpoint is not None:
             self.state = load_checkpoint(checkpoint, session.policies)
-        self.changes = changed_keys(folder / CONFIG_FILE, self.config) if exists else []
+        self.change = config_change(folder, self.config) if exists else ""
         self.saved_step = self.state.step
         self.environment = describe_environment(session.updater.device)
         self.recorder = EpisodeRecorder(folder, session.chat, self.config.run)
@@ -151,9 +124,11 @@ class _Run:
             hardware=str(self.environment["hardware"]),
         )
         with Interrupt() as interrupt, writer:
-            self._describe()
-            if self.changes:
-                writer.append_event(self.state.step, "config_change", f"changed: {', '.join(self.changes)}")
+            write_description(self.folder, self.config, self.environment)
+            if self.exists:
+                self.recorder.forget_after(self.state.step)
+            if self.change:
+                writer.append_event(self.state.step, "config_change", self.change)
             if self.state.step == 0:
                 self._begin(writer)
             last = self.config.train.steps
@@ -167,12 +142,6 @@ class _Run:
             bool(interrupt.requested) and self.state.step < last,
             tuple(self.evaluations),
         )
-
-    def _describe(self) -> None:
-        """Writes what a reader needs beside the run file, once the run is ours to write."""
-        (self.folder / CONFIG_FILE).write_text(to_yaml(self.config), encoding="utf-8")
-        content = json.dumps(self.environment, indent=2)
-        (self.folder / ENVIRONMENT_FILE).write_text(content, encoding="utf-8")
 
     def _begin(self, writer: RunWriter) -> None:
         """Evaluates the untrained policies and keeps them, so that every run can be resumed."""
@@ -248,19 +217,6 @@ class _Run:
             num_tokens,
             checkpoint,
         )
-
-
-def changed_keys(file: Path, config: Config) -> list[str]:
-    """Returns the keys in which a run's earlier configuration differs, with both values."""
-    if not file.is_file():
-        return []
-    before, now = load_config(file).model_dump(mode="json"), config.model_dump(mode="json")
-    return [
-        f"{section}.{key} {before[section].get(key)!r} -> {now[section].get(key)!r}"
-        for section in now
-        for key in {**before[section], **now[section]}
-        if before[section].get(key) != now[section].get(key)
-    ]
 
 
 @contextmanager

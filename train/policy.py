@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from gradscope.errors import ConfigError
 from gradscope.train.config.sections import OptimSection, PolicySection
+
+_ADAPTER = re.compile(r"(\.lora_[AB])\.([^.]+)(\.weight)$")
+"""Where PEFT names the adapter in a parameter of a linear layer; modules may have any name before it."""
+_SAVED_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the network in a saved adapter."""
 
 
 class Policies:
@@ -39,6 +45,7 @@ class Policies:
         self.network: torch.nn.Module = self.peft.get_base_model()
         self._active = ""
         self._parameters = {name: _adapter_parameters(self.network, name) for name in self.names}
+        self._refuse_other_trainables(section)
         self.optimizers = {}
         for index, name in enumerate(self.names):
             _initialise(self._parameters[name], seed=seed, index=index)
@@ -61,9 +68,44 @@ class Policies:
         """Returns the trainable parameters of a policy by their names in the network."""
         return self._parameters[name]
 
+    def saved_weights(self, name: str) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a policy, by the names of PEFT's adapter files."""
+        return {
+            _SAVED_PREFIX + _ADAPTER.sub(r"\1\3", key): parameter.detach()
+            for key, parameter in self._parameters[name].items()
+        }
+
+    def load_weights(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Puts tensors that `saved_weights` gave into a policy.
+
+        Raises:
+            ValueError: They are of an adapter with other modules or another rank.
+        """
+        mine = self.saved_weights(name)
+        if mine.keys() != weights.keys() or any(mine[k].shape != v.shape for k, v in weights.items()):
+            raise ValueError("names or shapes of the adapter differ")
+        for key, tensor in mine.items():
+            tensor.copy_(weights[key])
+
     def slots_of(self, name: str) -> tuple[str, ...]:
         """Returns the slots whose rows train a policy."""
         return tuple(slot for slot, policy in self.slots.items() if policy == name)
+
+    def _refuse_other_trainables(self, section: PolicySection) -> None:
+        """Checks that what PEFT trains for each policy is what its optimizer holds.
+
+        Raises:
+            ConfigError: An adapter is on a module that is no linear layer, such as an embedding.
+        """
+        for name in self.names:
+            self.activate(name)
+            for key, parameter in self.network.named_parameters():
+                if parameter.requires_grad and key not in self._parameters[name]:
+                    raise ConfigError(
+                        f"policy.target_modules={section.target_modules!r} puts an adapter on "
+                        f"'{key.partition('.lora_')[0]}', which is no linear layer. "
+                        "Name linear layers only, or set policy.target_modules=all-linear."
+                    )
 
 
 def _add_adapters(model: torch.nn.Module, names: Sequence[str], section: PolicySection) -> PeftModel:
@@ -78,6 +120,8 @@ def _add_adapters(model: torch.nn.Module, names: Sequence[str], section: PolicyS
         with warnings.catch_warnings():
             # PEFT asks transformers for things by names that transformers is about to drop.
             warnings.simplefilter("ignore", FutureWarning)
+            # It warns of merging adapters of tied layers, which is not done here.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             peft = get_peft_model(model, lora, adapter_name=names[0])
             for name in names[1:]:
                 peft.add_adapter(name, lora)
@@ -90,7 +134,8 @@ def _add_adapters(model: torch.nn.Module, names: Sequence[str], section: PolicyS
 
 
 def _adapter_parameters(network: torch.nn.Module, name: str) -> dict[str, torch.nn.Parameter]:
-    return {key: value for key, value in network.named_parameters() if f".{name}." in key and "lora_" in key}
+    found = ((key, value, _ADAPTER.search(key)) for key, value in network.named_parameters())
+    return {key: value for key, value, match in found if match is not None and match[2] == name}
 
 
 def _initialise(parameters: Mapping[str, torch.nn.Parameter], *, seed: int, index: int) -> None:

@@ -40,10 +40,6 @@ class Probe:
             self._scope = probes.attach(network, roles, policies, mode=section.mode)
         except Exception as error:
             self._disable(error)
-            return
-        if self._scope.coverage:
-            names = ", ".join(self._scope.coverage)
-            self.events.append(("coverage", f"the Gram leaves out parameters: {names[:500]}"))
 
     @property
     def active(self) -> bool:

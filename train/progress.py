@@ -72,7 +72,7 @@ class RunProgress:
         """Returns reward, accuracy, speed since the last line, and what the probe's calls took."""
         seconds = report.metrics.get("seconds")
         phases = seconds if isinstance(seconds, Mapping) else {}
-        busy = phases.get("rollout", 0.0) + phases.get("update", 0.0)
+        busy = sum(phases.values())
         share = phases.get("probes", 0.0) / busy if busy else 0.0
         speed = self._tokens / self._seconds if self._seconds else 0.0
         self._seconds, self._tokens = 0.0, 0

@@ -57,6 +57,13 @@ class EpisodeRecorder:
             num_tokens=[len(row.completion_ids) for _, row in rows],
         )
 
+    def forget_after(self, step: int) -> None:
+        """Removes what was recorded of later steps, which a resumed run plays anew."""
+        for path in self.folder.glob("step_*.jsonl.gz"):
+            digits = path.name.removeprefix("step_").partition(".")[0]
+            if digits.isdigit() and int(digits) > step:
+                path.unlink()
+
     def _size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.glob("*.jsonl.gz"))
 

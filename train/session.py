@@ -17,11 +17,11 @@ from gradscope.train.metrics import mean, slot_metrics
 from gradscope.train.model import check_lengths, load_chat, load_model
 from gradscope.train.policy import Policies
 from gradscope.train.probing import Probe
+from gradscope.train.problem_order import training_indices
 from gradscope.train.rewards import make_samples, takes_part
 from gradscope.train.rollout import Episode, Stream, play_episodes
 from gradscope.train.rollout.chat import Chat
 from gradscope.train.rollout.hf import HFEngine
-from gradscope.train.sampler import training_indices
 from gradscope.train.schedule import learning_rate
 from gradscope.train.update import Updater, UpdateReport
 
@@ -65,12 +65,13 @@ class Session:
         self.routing = resolve_routing(config.policy.routing, self.workflow.slots)
         check_lengths(config.model, config.rollout)
         load_chat(config.model)  # refuses a tokenizer before the weights are read
-        torch.manual_seed(config.train.seed)
-        model = load_model(config.model)
+        # PEFT and transformers draw numbers for what is then overwritten; the caller's stay as they are.
+        with torch.random.fork_rng(devices=[]):
+            model = load_model(config.model)
+            self.policies = Policies(
+                model, self.routing, section=config.policy, optim=config.optim, seed=config.train.seed
+            )
         self.chat: Chat = load_chat(config.model, model)
-        self.policies = Policies(
-            model, self.routing, section=config.policy, optim=config.optim, seed=config.train.seed
-        )
         self.engine = HFEngine(
             self.policies.network,
             self.policies.activate,
@@ -118,7 +119,7 @@ class Session:
         updates = self._update(step, [sample for sample in samples if takes_part(sample)])
         seconds = {
             "rollout": rolled_out - begin,
-            "update": time.perf_counter() - rolled_out,
+            "update": time.perf_counter() - rolled_out - self.probe.seconds,
             "probes": self.probe.seconds,
         }
         metrics = self._metrics(step, episodes, samples, updates)

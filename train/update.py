@@ -148,9 +148,10 @@ class Updater:
         max_norm = self.config.optim.max_grad_norm
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
         nonfinite = not math.isfinite(norm)
+        # The probe's norm is of the same gradient, in double precision.
+        record.scalars.setdefault("grad_norm", norm)
         record.scalars.update(
             learning_rate=learning_rate,
-            grad_norm=norm,
             # As torch.nn.utils.clip_grad_norm_ computes it.
             clip_factor=math.nan if nonfinite else min(1.0, max_norm / (norm + 1e-6)),
             skipped=float(nonfinite),

@@ -43,7 +43,8 @@ def train(
     if print_config:
         typer.echo(to_yaml(config), nl=False)
         return
-    from gradscope.train.loop import check_out, default_out, run
+    from gradscope.train.directory import check_out, default_out
+    from gradscope.train.loop import run
     from gradscope.train.progress import RunProgress
 
     folder = out if out is not None else default_out(config)

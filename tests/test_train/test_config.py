@@ -129,7 +129,11 @@ def test_the_configuration_is_frozen_and_every_key_has_help():
         ("demo", ["policy.routing={generator: a}"], "no policy for aggregator/0"),
         ("demo", ["policy.routing={generator: a.b, aggregator: b}"], "'a.b' (for 'generator') cannot name"),
         ("demo", ["policy.routing=split"], "policy.routing is 'split'"),
-        ("demo", ["optim.schedule=cosine", "optim.warmup_steps=40"], "nothing is left for the cosine"),
+        (
+            "demo",
+            ["optim.schedule=cosine", "train.steps=40", "optim.warmup_steps=40"],
+            "nothing is left for the cosine",
+        ),
         ("demo", ["evaluate.sampled=false", "evaluate.greedy=false"], "are both off"),
         ("demo", ["optim.learning_rate=.nan"], "optim.learning_rate is nan"),
         ("smollm2-gsm8k", [], "task 'math_jsonl' needs the option task.path"),

@@ -1,9 +1,8 @@
 """Whole runs: what they write, that they resume bit by bit, and how they end."""
 
-import gzip
-import json
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import gradscope
-from gradscope.errors import ConfigError, RunFileError
-from gradscope.train import load_config, run
+from gradscope.train import run
 from gradscope.train.checkpoint import checkpoint_steps, find_checkpoint
-from gradscope.train.loop import cpu_threads, default_out
-from gradscope.train.sampler import training_indices
+from gradscope.train.loop import cpu_threads
+from gradscope.train.probing import Probe
+from gradscope.train.session import Session
 
 CELLS = [
     "single-shared-stack_code",
@@ -88,33 +87,6 @@ def result_slots(config):
     from gradscope.train.config.plugins import build_workflow
 
     return build_workflow(config.workflow).slots
-
-
-def test_the_run_directory(small, tmp_path):
-    folder = tmp_path / "run"
-    run(small(), out=folder)
-    assert load_config(folder / "config.yaml") == small()
-    environment = json.loads((folder / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    files = sorted(path.name for path in (folder / "episodes").iterdir())
-    assert files == ["step_000001.jsonl.gz", "step_000003.jsonl.gz"]
-    text = gzip.decompress((folder / "episodes" / files[1]).read_bytes()).decode()
-    episodes = [json.loads(line) for line in text.splitlines()]
-    assert len(episodes) == 8
-    rows = {row["row_id"]: row for episode in episodes for row in episode["rows"]}
-    recorded = gradscope.open_run(folder)["rows"].to_dataset()
-    mine = recorded.where(recorded["step"] == 3, drop=True)
-    assert set(mine["row_id"].values) == set(rows)
-    for row_id, advantage in zip(mine["row_id"].values, mine["advantage"].values, strict=True):
-        assert rows[row_id]["advantage"] == advantage
-    assert all(row["prompt"].startswith("<") for row in rows.values())
-
-
-def test_episodes_stop_when_their_room_is_used(small, tmp_path):
-    run(small("voting-isolated-stack_code", "run.episodes_max_megabytes=1e-6"), out=tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "episodes").iterdir()] == ["step_000001.jsonl.gz"]
 
 
 def test_resumed_equals_uninterrupted(small, tmp_path):
@@ -191,21 +163,6 @@ def test_a_run_in_a_thread_catches_no_signal(small, tmp_path):
     assert results[0].step == 1
 
 
-def test_a_taken_folder_is_refused_before_any_work(small, tmp_path):
-    config = small("single-shared-stack_code", "train.steps=1", "evaluate.every=0")
-    run(config, out=tmp_path / "run")
-    missing = small("single-shared-stack_code", "model.path=/no/such/model")
-    with pytest.raises(RunFileError, match=r"holds a run already\. Add --resume"):
-        run(missing, out=tmp_path / "run")
-    with pytest.raises(ConfigError, match="there is no folder"):
-        run(missing, out=tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-    changed = small("single-shared-stack_code", "policy.rank=4")
-    with pytest.raises(RunFileError, match="does not fit the model and adapters"):
-        run(changed, out=tmp_path / "run", resume=True)
-    assert load_config(tmp_path / "run" / "config.yaml") == config
-
-
 def test_dropped_episodes_are_an_event_and_no_crash(small, tmp_path):
     config = small("voting-isolated-stack_code", "rollout.max_prompt_tokens=5", "train.steps=2")
     result = run(config, out=tmp_path / "run")
@@ -226,18 +183,31 @@ def test_threads_are_put_back():
     assert torch.get_num_threads() == before
 
 
-def test_names_of_runs(small):
-    assert str(default_out(small())) == "runs/voting-isolated-stack_code-seed0"
-    mapped = small("voting-shared-stack_code", "policy.routing={generator: a, aggregator: b}")
-    assert str(default_out(mapped)) == "runs/voting-mapped-stack_code-seed0"
+def test_phases_of_a_step_do_not_overlap(small):
+    session = Session(small())
+    begin = time.perf_counter()
+    result = session.train_step(1)
+    elapsed = time.perf_counter() - begin
+    seconds = result.metrics["seconds"]
+    assert set(seconds) == {"rollout", "update", "probes"}
+    assert all(value > 0 for value in seconds.values())
+    assert sum(seconds.values()) <= elapsed
 
 
-def test_which_problems_a_step_plays():
-    seen = [training_indices(0, step, 3, total=7) for step in range(1, 8)]
-    flat = [index for step in seen for index in step]
-    assert sorted(flat[:7]) == sorted(flat[7:14]) == sorted(flat[14:]) == list(range(7))
-    assert flat[:7] != flat[7:14]
-    assert training_indices(0, 4, 3, total=7) == seen[3]
-    endless = training_indices(0, 1, 6, total=None)
-    assert endless == training_indices(0, 1, 6, total=None)
-    assert not set(endless) & set(training_indices(1, 1, 6, total=None))
+@pytest.mark.filterwarnings("ignore:1 trainable parameters are not covered")
+def test_what_the_gram_leaves_out_is_one_event(small, tmp_path, monkeypatch):
+    class OddLinear(torch.nn.Linear):
+        def forward(self, features):
+            return super().forward(features)
+
+    def odd_probe(network, *arguments, **options):
+        odd = next(m for name, m in network.named_modules() if name.endswith("lora_A.shared"))
+        odd.__class__ = OddLinear
+        return Probe(network, *arguments, **options)
+
+    monkeypatch.setattr("gradscope.train.session.Probe", odd_probe)
+    run(small("single-shared-stack_code", "train.steps=2", "evaluate.every=0"), out=tmp_path / "run")
+    events = gradscope.open_run(tmp_path / "run")["events"]
+    messages = events["message"].values[events["kind"].values == "coverage"]
+    assert len(messages) == 1
+    assert "lora_A.shared.weight" in messages[0]

@@ -56,6 +56,20 @@ def test_only_the_active_policy_gets_gradients_and_the_base_none():
     assert trained == {id(p) for name in policies.names for p in policies.parameters(name).values()}
 
 
+@pytest.mark.parametrize("name", ["layers", "model", "q_proj", "weight", "lora_A"])
+def test_a_policy_may_be_called_like_a_part_of_the_model(name):
+    policies = make(f"policy.routing={{generator: {name}, aggregator: other}}").policies
+    trained = {}
+    for policy in policies.names:
+        policies.activate(policy)
+        trained[policy] = {key for key, p in policies.network.named_parameters() if p.requires_grad}
+        held = {id(p) for group in policies.optimizers[policy].param_groups for p in group["params"]}
+        assert held == {id(p) for p in policies.network.parameters() if p.requires_grad}
+        assert set(policies.parameters(policy)) == trained[policy]
+        assert len(trained[policy]) == 28
+    assert not trained[name] & trained["other"]
+
+
 def test_training_one_role_leaves_the_other_bit_identical():
     session = make("rollout.num_problems=3", "rollout.group_size=4")
     before = {name: tensors(session, name) for name in session.policies.names}
@@ -86,6 +100,20 @@ def test_a_map_routes_roles_and_slots():
 def test_modules_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError, match=r"policy.target_modules=\('nonsense',\) does not fit"):
         make("policy.target_modules=[nonsense]")
+
+
+@pytest.mark.parametrize("modules", ["[embed_tokens]", "[q_proj, embed_tokens]"])
+def test_an_adapter_on_an_embedding_is_refused(modules):
+    message = r"target_modules=.* an adapter on 'model\.embed_tokens', which is no linear layer"
+    with pytest.raises(ConfigError, match=message) as caught:
+        make(f"policy.target_modules={modules}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_random_numbers_of_the_caller_are_left_alone():
+    state = torch.get_rng_state()
+    make()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_context_that_is_too_short_is_refused():

@@ -30,6 +30,14 @@ def scale_names() -> list[str]:
     return sorted((file.stem for file in (FOLDER / "scales").glob("*.yaml")), key=_num_parameters)
 
 
+def scale_of(model_path: str) -> str | None:
+    """Returns the scale whose model has that path; None for a model of the user's own."""
+    for name in scale_names():
+        if read_yaml(FOLDER / "scales" / f"{name}.yaml")["model"]["path"] == model_path:
+            return name
+    return None
+
+
 def describe_presets() -> dict[str, str]:
     """Returns each preset and the form of a cell name with one line about it."""
     described = {name: _description(FOLDER / f"{name}.yaml") for name in preset_names()}
