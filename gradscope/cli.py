@@ -20,6 +20,19 @@ from gradscope.errors import GradscopeError, nearest
 UsageError: Any = typer.BadParameter.__mro__[1]
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
+# Packages that only some jobs need, and the extra that brings them.
+EXTRAS = {
+    "torch": "train",
+    "transformers": "train",
+    "peft": "train",
+    "safetensors": "train",
+    "pydantic": "train",
+    "jinja2": "train",
+    "matplotlib": "figures",
+    "pandas": "figures",
+    "gguf": "smollm",
+}
+
 EXIT_USER_ERROR = 2
 EXIT_BUG = 3
 EXIT_INTERRUPTED = 130
@@ -71,7 +84,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
 )
 
 
@@ -96,7 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with the code that says how it went."""
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=arguments, prog_name="gradscope", standalone_mode=False)
+        code = command.main(
+            args=arguments or sys.argv[1:] or ["--help"], prog_name="gradscope", standalone_mode=False
+        )
     except GradscopeError as error:
         sys.exit(_fail(str(error), EXIT_USER_ERROR))
     except CommandLineError as error:
@@ -107,12 +121,24 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader of our output went away (`| head`); there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except Exception:
+    except Exception as error:
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and (package := (error.name or "").partition(".")[0]) in EXTRAS
+        ):
+            sys.exit(_fail(_missing(package), EXIT_USER_ERROR))
         import traceback
 
         traceback.print_exc()
         sys.exit(_fail("this is a bug in gradscope; please report the lines above", EXIT_BUG))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _missing(package: str) -> str:
+    return (
+        f"this command needs the package {package}, which is not installed. "
+        f"Run 'pip install \".[{EXTRAS[package]}]\"' in the source folder of gradscope."
+    )
 
 
 def _fail(message: str, code: int) -> int:

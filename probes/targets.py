@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gradscope.errors import ProbeError
@@ -66,8 +67,9 @@ def find_targets(model: nn.Module, routing: Mapping[str, str]) -> Layout:
         routing: Slot -> policy, in the order of the slots.
 
     Raises:
-        ProbeError: Nothing is trainable, or nothing of it can be covered.
+        ProbeError: Nothing is trainable, nothing of it can be covered, or a module mixes rows of the batch.
     """
+    _refuse_batch_statistics(model)
     owners = _policy_of_parameter(model, tuple(dict.fromkeys(routing.values())))
     if not owners:
         raise ProbeError(
@@ -91,6 +93,17 @@ def find_targets(model: nn.Module, routing: Mapping[str, str]) -> Layout:
                 f"attach(): policy '{policy.name}' has no trainable parameter that can be covered."
             )
     return Layout(policies, tuple(_targets(model, covered)), reasons)
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    """Refuses a norm over the rows of the batch: it makes a slot's loss depend on other slots' rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise ProbeError(
+                f"attach(): '{name}' ({type(module).__name__}) normalises over the rows of all slots, so "
+                "no slot has a gradient of its own. Put it into eval mode before attach(), or use a norm of "
+                "single rows."
+            )
 
 
 Owners = dict[str, tuple[nn.Parameter, str | None]]

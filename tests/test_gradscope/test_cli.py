@@ -59,6 +59,27 @@ def test_our_errors_are_one_line_and_bugs_show_their_traceback(monkeypatch, caps
     assert "this is a bug in gradscope" in error
 
 
+def test_an_optional_package_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "gradscope.train.evaluate", raising=False)
+    monkeypatch.delitem(sys.modules, "gradscope.train.session", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["evaluate", "runs/x"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "gradscope: this command needs the package torch, which is not installed. "
+        "Run 'pip install \".[train]\"' in the source folder of gradscope.\n"
+    )
+
+
+def test_without_words_it_explains_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradscope"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert "Usage: gradscope" in capsys.readouterr().out
+
+
 def test_every_error_of_ours_is_also_a_builtin_one():
     import gradscope.errors as errors
 

@@ -192,3 +192,15 @@ def test_a_policy_with_gradients_but_no_rows_is_refused(nano):
     everything = torch.optim.SGD([p for p in model.parameters() if p.grad is not None], lr=0.1)
     with pytest.raises(ProbeError, match="policy 'two' has gradients but no rows"):
         scope.step(everything)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_statistics_mix_slots_and_are_refused(affine):
+    norm = torch.nn.BatchNorm1d(4, affine=affine)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), norm, torch.nn.Linear(4, 1))
+    with pytest.raises(ProbeError, match=r"'1' \(BatchNorm1d\) normalises over the rows of all slots"):
+        probes.attach(model, {"generator/0": "generator"})
+    norm.eval()
+    if affine:
+        norm.requires_grad_(False)
+    probes.attach(model, {"generator/0": "generator"}).detach()
