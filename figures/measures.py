@@ -10,10 +10,9 @@ import xarray as xr
 from gradscope import derive
 from gradscope.figures.base import NothingToDrawError
 from gradscope.figures.cells import Cell, group_cells, names
+from gradscope.stats.windows import Windows, windows_for
 
 WINDOWS = ("early", "late")
-SHORTEST_WINDOW = 10
-"""Steps; a run with fewer than two such windows is cut into halves."""
 
 
 def cells_with_gradients(runs: Sequence[xr.DataTree]) -> list[Cell]:
@@ -62,10 +61,11 @@ def copies(cell: Cell) -> list[tuple[str, str]]:
 
 
 def window_steps(run: xr.DataTree, window: str) -> np.ndarray:
-    """Returns the steps of the first or the last fifth of the updated steps, at least ten, at most half."""
-    steps = np.unique(run["updates"].to_dataset()["step"].values)
-    width = max(1, min(max(SHORTEST_WINDOW, -(-steps.size // 5)), steps.size // 2))
-    return steps[:width] if window == WINDOWS[0] else steps[-width:]
+    """Returns the steps of the detectors' first or last window; half of a run that is too short for them."""
+    steps = derive.step_gram(run, derive.policies(run)[0])["step"].values
+    half = max(1, steps.size // 2)
+    windows = windows_for(steps.size) or Windows(slice(0, half), slice(steps.size - half, steps.size))
+    return steps[windows.base if window == WINDOWS[0] else windows.final]
 
 
 def pooled_cosines(run: xr.DataTree, steps: np.ndarray) -> xr.Dataset:

@@ -19,8 +19,9 @@ def slot_counts(batches: Iterable[RowBatch], slots: Sequence[int], num_slots: in
     """Returns the counts of an update, each `[K]`, NaN outside `slots` and where the loop did not say.
 
     `num_rows`; `num_signal_rows` (advantage not 0) and `advantage_abs_sum` from the advantages, of which NaN
-    is missing and no signal; `num_tokens` and `loss_weight` as sums of what was given. In a packed batch a row
-    is a stretch of tokens with one slot and one row id, its advantage the largest in magnitude of its tokens'.
+    is missing and no signal; `num_tokens` and `loss_weight` as sums of what was given. In a packed batch a
+    row is a stretch of tokens with one slot and one row id, its advantage the largest in magnitude among its
+    tokens.
     """
     names = ("num_rows", "num_signal_rows", "num_tokens", "advantage_abs_sum", "loss_weight")
     counts = {name: np.full(num_slots, np.nan) for name in names}
