@@ -51,13 +51,13 @@ class Warner:
     Each value is compared with the median and the median absolute deviation of an earlier window (150 values
     that end 20 before it), clipped, and averaged exponentially. A warning needs BOTH the log norm and the
     coherence kappa to stand above their reference: spikes and harmless shifts of one alone do not warn
-    (reference/logs_and_detectors.md 5.4). It means: gradient regime changed. It does not mean that a cliff
+    (docs/detectors.md). It means: gradient regime changed. It does not mean that a cliff
     will come: not every cliff is announced in gradients, and not every change of regime ends in one.
 
-    False alarms at the default threshold, in simulated runs of 600 steps in which nothing happens: none of
-    120 where steps are independent; where both values also wander slowly (autoregressive, 0.97 a step), 14 %
-    with a wander half as large as the step noise and 58 % with one as large. Watch that share before acting
-    on a warning.
+    False alarms at the default threshold, in simulated runs of 600 steps in which nothing happens
+    (`tests/benchmarks/false_alarms.py --runs 1000`): none where steps are independent; where both values also
+    wander slowly (autoregressive, 0.97 a step), 12 % with a wander half as large as the step noise and 46 %
+    with one as large. Watch that share, with `replay`, before acting on a warning.
 
     Attributes:
         num_observations: Usable observations so far.

@@ -25,7 +25,7 @@ FOUND = 1.0
 POSSIBLE = 0.4
 """Units and thresholds; docs/detectors.md says where they were calibrated."""
 FALSE_ALARMS = "of simulated runs without it 0.3 % reach that, and 6 % reach 0.4, called possible"
-"""Measured on `synthetic.gradient_series`, 5500 runs."""
+"""From `tests/benchmarks/false_alarms.py --runs 1000`; docs/detectors.md holds its tables."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ DOMINANCE = 1.0
 """Units and thresholds; docs/detectors.md says where they were calibrated."""
 SHORTEST_REPLY = 0.5
 """Tokens; a role that falls silent has a long way to go down in log length, not an infinite one."""
-FALSE_ALARMS = "0.5 % of simulated runs without capture reach it, 4 % of those whose replies drift"
-"""Measured on `synthetic.gradient_series`, 5000 runs."""
+FALSE_ALARMS = "0.6 % of simulated runs without capture reach it, 5 % of those whose replies drift"
+"""From `tests/benchmarks/false_alarms.py --runs 1000`; docs/detectors.md holds its tables."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ STRONG = 3.0
 FOUND = 2.0
 POSSIBLE = 1.5
 """Thresholds of the score; docs/detectors.md says where they were calibrated."""
-FALSE_ALARMS = "3 % of simulated curves without a cliff exceed 2, 8 % of those with 30 problems"
-"""Measured on `synthetic.accuracy_curve`, 6000 curves; 0.2 % exceed 3."""
+FALSE_ALARMS = "3 % of simulated curves without a cliff exceed 2, 9 % of those with 30 problems"
+"""From `tests/benchmarks/false_alarms.py --runs 1000`; docs/detectors.md holds its tables."""
 
 
 @dataclass(frozen=True)

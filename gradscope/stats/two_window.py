@@ -46,7 +46,7 @@ def strongest_fall(correct: Array, total: Array, *, margin: float) -> Fall:
 
     For a width w and a break c, z compares the w evaluations before c with the w from c on, and with the last
     w; the smaller z counts, so a recovery before the end counts against it. The score is the largest over all
-    widths and breaks (reference/logs_and_detectors.md 5.1) from 40 % of the series on; there, a break that
+    widths and breaks (docs/detectors.md) from 40 % of the series on; there, a break that
     falls short of an earlier one inside its own window only echoes that one and does not count.
 
     Args:
@@ -89,8 +89,8 @@ def fall_p_value(correct: Array, total: Array, *, num_replicates: int = 999, see
     """Returns how often a run that never falls would show as strong a fall, between 1/(B+1) and 1.
 
     Parametric bootstrap on a plateau: of all curves that never fall, the one that most often looks like a
-    fall (the non-decreasing fit to the data instead takes the noise for a rise, and gave p <= 0.05 in 10 % of
-    plateaus). Replicates are binomial draws whose distance from the mean is stretched where the data scatter
+    fall (the non-decreasing fit to the data would take noise for a rise, and so call too much a fall).
+    Replicates are binomial draws whose distance from the mean is stretched where the data scatter
     more than that. The margin is 0 here, so this asks whether it fell at all, the score whether by more than
     the margin.
 
