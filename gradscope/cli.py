@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+import warnings
+from typing import Any, TextIO
 
 import typer
 import typer.core
@@ -106,6 +107,12 @@ def root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with the code that says how it went."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> None:
     command = typer.main.get_command(app)
     try:
         code = command.main(
@@ -139,6 +146,18 @@ def _missing(package: str) -> str:
         f"this command needs the package {package}, which is not installed. "
         f"Run 'pip install \".[{EXTRAS[package]}]\"' in the source folder of gradscope."
     )
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Prints a warning in one line, without the place in the code that gave it."""
+    print(f"gradscope: warning: {' '.join(str(message).split())}", file=file or sys.stderr)
 
 
 def _fail(message: str, code: int) -> int:

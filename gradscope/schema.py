@@ -31,6 +31,8 @@ ROOT_ATTRIBUTES: dict[str, str] = {
     "hardware": "processor, number of cores and platform, or what the caller said",
     "journal_sequence": "number of the last journal record that this file contains",
 }
+DAMAGE = "damage"
+"""Root attribute of an opened run: what is lost or cannot be used. Not in any file; absent without damage."""
 
 LABEL_DIMS = ("role", "slot", "module", "phase", "contributor")
 """Dims with names along them; their coordinates stand in the root and are inherited by all groups, so no

@@ -78,9 +78,10 @@ def _files(summary: dict[str, Any]) -> Iterator[str]:
         state = "" if journal["has_header"] else ", no readable header"
         yield f"  {journal['name']}: {journal['num_records']} records{state}"
         for damage in journal["damage"]:
-            where = "at the end, a write that did not finish" if damage["at_end"] else "in the middle"
-            yield f"    damaged: {damage['num_bytes']} bytes from {damage['offset']}, {where}"
+            yield f"    {damage['num_bytes']} bytes from {damage['offset']}: {damage['what']}"
     if summary["journals"]:
-        yield f"  {summary['num_overlaid_records']} records are in journals only"
-    if summary["num_lost_records"]:
-        yield f"  {summary['num_lost_records']} records are lost"
+        num = summary["num_overlaid_records"]
+        yield f"  in journals only: {num} record{'' if num == 1 else 's'}"
+    if summary["damage"]:
+        yield "Damage"
+        yield from (f"  {sentence}" for sentence in summary["damage"])

@@ -15,7 +15,8 @@ from gradscope.runfile import store
 from gradscope.runfile.batch import join
 from gradscope.runfile.content import Content
 from gradscope.runfile.journal import sync_directory
-from gradscope.runfile.load import Pending, empty_content, pending_rows, read_file, read_head, read_journal
+from gradscope.runfile.journals import check_same_run, read_journal
+from gradscope.runfile.load import Pending, empty_content, pending_rows, read_file, read_head
 from gradscope.runfile.paths import RunPaths
 
 
@@ -32,12 +33,13 @@ def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any], most
         How many numbered records were found nowhere, lost to damage of a journal.
 
     Raises:
-        OSError: The disk is full, say; run file and journals are as before.
+        OSError: The disk is full, say, or the run file is another run's; all files are as before.
     """
     closed = {number: path for number, path in paths.journals().items() if number < before}
     journals = [read_journal(path) for path in closed.values()]
     is_first = not paths.file.exists()
     base = empty_content(journals) if is_first else read_head(paths.file)
+    check_same_run(paths, journals, base.attributes)
     rows = pending_rows(journals, base)
     attributes = {**attributes, "journal_sequence": rows.last_sequence}
     publish(paths, _merged(paths, base, rows, attributes, most_spread=most_spread))

@@ -56,9 +56,13 @@ class Content:
         return len(self.tables.get(table, {}).get(TABLES[table].dim, ()))
 
     def next_number(self, table: str) -> int:
-        """Returns the running number that the next row of a table gets."""
-        numbers = self.tables.get(table, {}).get(TABLES[table].dim)
-        return 0 if numbers is None or len(numbers) == 0 else int(numbers.max()) + 1
+        """Returns the running number that the next row of a table gets.
+
+        Segments also count that only their rows tell of, their own row being lost.
+        """
+        dim = TABLES[table].dim
+        own = self.tables.values() if table == "segments" else [self.tables.get(table, {})]
+        return max((int(columns[dim].max()) + 1 for columns in own if len(columns.get(dim, ()))), default=0)
 
 
 def resumed(content: Content, *, from_step: int) -> Content:
@@ -105,6 +109,8 @@ def segment_spans(num: int, groups: Iterable[Mapping[str, Any]]) -> tuple[np.nda
     end = np.full(num, -1, dtype=np.int64)
     for group in groups:
         steps, segments = group["step"][...], group["segment"][...]
+        known = (segments >= 0) & (segments < num)  # rows of a segment that was lost with an older file
+        steps, segments = steps[known], segments[known]
         np.minimum.at(start, segments, steps)
         np.maximum.at(end, segments, steps)
     start[end < 0] = -1

@@ -42,12 +42,14 @@ class Damage:
     Attributes:
         offset: First such byte.
         num_bytes: How many.
-        at_end: Whether they reach the end of the file, as after a crash in the middle of a write.
+        at_end: Whether they reach the end of the file.
+        unfinished: Whether they are the beginning of a record, as after a crash in the middle of a write.
     """
 
     offset: int
     num_bytes: int
     at_end: bool
+    unfinished: bool = False
 
 
 def encode(frame: Frame) -> bytes:
@@ -74,8 +76,17 @@ def scan(data: bytes) -> tuple[list[Frame], list[Damage]]:
         frames.append(frame)
         good_end = position
     if good_end < len(data):
-        damages.append(Damage(good_end, len(data) - good_end, at_end=True))
+        rest = data[good_end:]
+        damages.append(Damage(good_end, len(rest), at_end=True, unfinished=_is_beginning(rest)))
     return frames, damages
+
+
+def _is_beginning(data: bytes) -> bool:
+    """Returns whether bytes are what a record begins with, and less than the whole of it."""
+    if len(data) < _HEAD.size:
+        return data[: len(MAGIC)] == MAGIC[: len(data)]
+    magic, _, _, length = _HEAD.unpack_from(data)
+    return magic == MAGIC and len(data) < _HEAD.size + length + _TAIL.size
 
 
 def _frame_at(data: bytes, position: int) -> tuple[Frame, int] | None:

@@ -6,9 +6,8 @@ rows, so whatever has gone from the journals is in the file that is opened after
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,32 +16,14 @@ from typing import Any
 import h5py
 
 from gradscope.errors import RunFileError
-from gradscope.runfile import batch, frames, store
+from gradscope.runfile import batch, store
+from gradscope.runfile.check import check_version, is_newer, read_group, unreadable
 from gradscope.runfile.content import Content, Superseded, spanned
+from gradscope.runfile.damage import of_journals, usable
+from gradscope.runfile.journals import Journal, check_same_run, read_journals
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.paths import RunPaths
 from gradscope.schema import SCHEMA_VERSION, SUPERSEDED
-
-
-@dataclass(frozen=True)
-class Journal:
-    """What one journal holds.
-
-    Attributes:
-        name: File name.
-        num_bytes: Size.
-        layouts: What its headers say, oldest first; empty when no header is whole.
-        attributes: Root attributes of its last header.
-        rows: Record number to payload.
-        damages: Stretches that are no whole record.
-    """
-
-    name: str
-    num_bytes: int
-    layouts: tuple[Layout, ...]
-    attributes: Mapping[str, Any]
-    rows: Mapping[int, bytes]
-    damages: tuple[frames.Damage, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +36,7 @@ class Loaded:
         journals: The journals, oldest first.
         num_overlaid: Journal records that the run file does not have yet.
         num_missing: Records that were numbered but are nowhere, lost to damage or to a full disk.
+        damage: What is lost or cannot be used, a sentence each.
     """
 
     content: Content
@@ -62,6 +44,7 @@ class Loaded:
     journals: tuple[Journal, ...]
     num_overlaid: int
     num_missing: int
+    damage: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -85,21 +68,46 @@ def load(path: str | Path) -> Loaded:
     """Reads the run in a run directory or run file.
 
     Raises:
-        RunFileError: There is no run, the file is not ours or damaged, or its format is too new.
+        RunFileError: There is no run, the files are not ours, not readable, damaged or of several runs, or
+            their format is too new.
     """
+    try:
+        return _load(path)
+    except RunFileError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _load(path: str | Path) -> Loaded:
     paths = RunPaths.of(path)
-    journals = tuple(_read_journals(paths))
+    journals = read_journals(paths)
     stored = read_file(paths.file) if paths.file.exists() else None
     readable = [journal for journal in journals if journal.layouts]
     if stored is None and not readable:
         raise RunFileError(_nothing_there(path, paths))
     base = stored or empty_content(journals)
+    check_same_run(paths, journals, base.attributes)
     rows = pending_rows(journals, base)
     # Attributes of a journal older than the file would bring back what a later resume or close has changed.
-    attributes = readable[-1].attributes if readable and (rows.batches or stored is None) else {}
-    sequence = {"journal_sequence": rows.last_sequence}
-    content = base.with_rows(rows.batches, rows.layout, {**attributes, **sequence})
-    return Loaded(spanned(content), paths, journals, len(rows.batches), rows.num_missing)
+    own = readable[-1].attributes if readable and (rows.batches or stored is None) else {}
+    attributes, damage = usable({**base.attributes, **own})
+    _warn_of_newer(path, attributes["schema_version"])
+    content = base.with_rows(
+        rows.batches, rows.layout, {**attributes, "journal_sequence": rows.last_sequence}
+    )
+    last_told = max((journal.last_told for journal in journals), default=0)
+    num_missing = rows.num_missing + max(0, last_told - rows.last_sequence)
+    damage += of_journals(paths, journals, num_missing=num_missing, has_file=stored is not None)
+    return Loaded(spanned(content), paths, journals, len(rows.batches), num_missing, tuple(damage))
+
+
+def _warn_of_newer(path: str | Path, version: str) -> None:
+    if is_newer(version):
+        warnings.warn(
+            f"{path}: schema {version} is newer than {SCHEMA_VERSION}; what is new in it is ignored.",
+            stacklevel=5,
+        )
 
 
 def empty_content(journals: Sequence[Journal]) -> Content:
@@ -134,9 +142,12 @@ def read_file(path: Path) -> Content:
     """
     with _opened(path) as file:
         head = _head(file, path)
+        parent = read_group(file, SUPERSEDED)
+        groups = {} if parent is None else {name: read_group(parent, name) for name in parent}
         superseded = {
             name: Superseded(store.read_tables(group, head.layout), _attributes(group))
-            for name, group in file.get(SUPERSEDED, {}).items()
+            for name, group in groups.items()
+            if group is not None
         }
         return Content(head.layout, head.attributes, store.read_tables(file, head.layout), superseded)
 
@@ -150,6 +161,10 @@ def read_head(path: Path) -> Content:
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
     try:
+        open(path, "rb").close()  # the system's own words on permissions are plainer than those of HDF5
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
         # Never written in place, so no lock is needed, and some network file systems have none.
         with h5py.File(path, "r", locking=False) as file:
             yield file
@@ -157,70 +172,31 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         raise
     except (OSError, KeyError, RuntimeError) as error:
         raise RunFileError(
-            f"{path}: not a readable run file ({error}). Expected an HDF5 file that RunWriter wrote, whole. "
-            "Was the copy cut short? Copy it again, with the journals beside it."
+            f"{path}: not a readable run file ({' '.join(str(error).split())}). Expected an HDF5 file that "
+            "RunWriter wrote, whole. Was the copy cut short? Copy it again, with the journals beside it."
         ) from error
 
 
 def _head(file: h5py.File, path: Path) -> Content:
     attributes = _attributes(file)
-    _check_version(path, attributes)
+    check_version(path, attributes)
+    sequence = attributes.get("journal_sequence", 0)
+    if not isinstance(sequence, int):
+        raise RunFileError(
+            f"{path}: attribute 'journal_sequence' is {sequence!r}, expected the number of the last record "
+            "in the file. Take an unchanged copy of the file."
+        )
     return Content(store.read_layout(file), attributes)
 
 
 def _attributes(group: h5py.Group) -> dict[str, Any]:
-    return {name: value.item() if hasattr(value, "item") else value for name, value in group.attrs.items()}
+    return {name: _plain(value) for name, value in group.attrs.items()}
 
 
-def read_journal(path: Path) -> Journal:
-    """Reads one journal; damage is reported in the result, never raised.
-
-    Raises:
-        FileNotFoundError: It is gone.
-        RunFileError: Its format is too new.
-    """
-    data = path.read_bytes()
-    found, damages = frames.scan(data)
-    layouts: list[Layout] = []
-    attributes: dict[str, Any] = {}
-    for frame in found:
-        if frame.kind == frames.HEADER_KIND:
-            header = json.loads(frame.payload)
-            attributes = header["attributes"]
-            _check_version(path, attributes)
-            layouts.append(Layout.from_json(header["layout"]))
-    rows = {frame.sequence: frame.payload for frame in found if frame.kind == frames.ROWS_KIND}
-    return Journal(path.name, len(data), tuple(layouts), attributes, rows, tuple(damages))
-
-
-def _read_journals(paths: RunPaths) -> list[Journal]:
-    journals = []
-    for path in paths.journals().values():
-        try:
-            journals.append(read_journal(path))
-        except FileNotFoundError:
-            continue  # compacted since the folder was listed, so the run file has its rows
-    return journals
-
-
-def _check_version(path: Path, attributes: Mapping[str, Any]) -> None:
-    found = attributes.get("schema_version")
-    if not isinstance(found, str) or not found.replace(".", "").isdigit():
-        raise RunFileError(
-            f"{path}: an HDF5 file without the attribute schema_version, so not a run file. "
-            "Expected one that RunWriter wrote."
-        )
-    major, _, minor = found.partition(".")
-    own_major, _, own_minor = SCHEMA_VERSION.partition(".")
-    if int(major) > int(own_major):
-        raise RunFileError(
-            f"{path}: written in schema {found}, this version reads {own_major}.x. Install a newer gradscope."
-        )
-    if int(minor or 0) > int(own_minor):
-        warnings.warn(
-            f"{path}: schema {found} is newer than {SCHEMA_VERSION}; what is new in it is ignored.",
-            stacklevel=4,
-        )
+def _plain(value: Any) -> Any:
+    """Returns an attribute as Python's own number or text where it is one."""
+    single = value.item() if getattr(value, "size", 0) == 1 and hasattr(value, "item") else value
+    return single.decode(errors="replace") if isinstance(single, bytes) else single
 
 
 def _nothing_there(path: str | Path, paths: RunPaths) -> str:

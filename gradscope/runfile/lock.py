@@ -92,11 +92,16 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def writer_of(path: Path) -> str | None:
-    """Returns who holds a writer's lock, `process 12 on host`; None when nobody does."""
+    """Returns who holds a writer's lock, `process 12 on host`; None when nobody does.
+
+    A lock file that cannot be opened counts as held.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except PermissionError:
+        return f"a writer whose {path.name} this user may not read"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

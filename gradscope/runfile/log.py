@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gradscope.errors import RunFileError
 from gradscope.runfile import batch, compaction, frames
 from gradscope.runfile.batch import Batch
+from gradscope.runfile.damage import lost_records, num_records
 from gradscope.runfile.journal import JournalWriter
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.paths import RunPaths
@@ -113,7 +114,9 @@ class RunLog:
         self._journal.flush()
         if self._journal.num_waiting:
             num = self._journal.num_waiting
-            self._troubles.append(Trouble("dropped_records", f"{num} records never got onto the full disk."))
+            self._troubles.append(
+                Trouble("dropped_records", f"{num_records(num)} never got onto the full disk.")
+            )
         self._journal.close()
         final = {**self._attributes, **attributes}
         try:
@@ -147,15 +150,14 @@ class RunLog:
         if not is_full and num_new:
             self._num_dropped = self._journal.num_dropped
             self._troubles.append(
-                Trouble("dropped_records", f"{num_new} records were dropped while the disk was full.")
+                Trouble("dropped_records", f"{lost_records(num_new)}, dropped while the disk was full.")
             )
         self._is_full = is_full
 
     def _note_missing(self, num_missing: int) -> None:
         self._compaction_failed = False
         if num_missing:
-            sentence = f"{num_missing} records of the journal were damaged."
-            self._troubles.append(Trouble("dropped_records", sentence))
+            self._troubles.append(Trouble("dropped_records", f"{lost_records(num_missing)}."))
 
     def _note_failure(self, error: Exception) -> None:
         if not self._compaction_failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from gradscope.runfile.batch import Batch, Columns, select
 from gradscope.runfile.content import Content
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.load import load
-from gradscope.schema import SUPERSEDED, TABLES, Variable, dim_description
+from gradscope.schema import DAMAGE, SUPERSEDED, TABLES, Variable, dim_description
 
 
 def open_run(path: str | Path) -> xr.DataTree:
@@ -19,15 +20,22 @@ def open_run(path: str | Path) -> xr.DataTree:
 
     Missing values are NaN, counts included; only variables that are never missing stay integers. Groups and
     variables that nobody wrote are absent. Rows that a resume left behind stand under `superseded`.
-    Evaluations are in the order of their steps.
+    Evaluations are in the order of their steps. The root attribute `damage` says what is lost or cannot be
+    used, which also warns (UserWarning); a run without damage has no such attribute.
 
     Args:
         path: The run directory, or its `run.h5`.
 
     Raises:
-        RunFileError: There is no run, the file is not ours or damaged, or its format is too new.
+        RunFileError: There is no run, the files are not ours, not readable, damaged or of several runs, or
+            their format is too new.
     """
-    return to_datatree(load(path).content)
+    loaded = load(path)
+    run = to_datatree(loaded.content)
+    if loaded.damage:
+        run.attrs[DAMAGE] = " ".join(loaded.damage)
+        warnings.warn(f"{path}: {run.attrs[DAMAGE]}", stacklevel=2)
+    return run
 
 
 def to_datatree(content: Content) -> xr.DataTree:

@@ -11,6 +11,7 @@ from gradscope.runfile import compaction
 from gradscope.runfile.batch import Batch
 from gradscope.runfile.columns import Row, columns_of
 from gradscope.runfile.content import Content, resumed, spanned
+from gradscope.runfile.damage import lost_records
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.load import Loaded, load
 from gradscope.runfile.paths import RunPaths
@@ -138,7 +139,7 @@ def _event_rows(loaded: Loaded, content: Content, from_step: int) -> list[Row]:
         ("resume", f"Segment {segment} goes on from step {from_step}; {num_moved} later steps moved aside.")
     ]
     if loaded.num_missing:
-        events.append(("dropped_records", f"{loaded.num_missing} records of the journal were damaged."))
+        events.append(("dropped_records", f"{lost_records(loaded.num_missing)}."))
     first = content.next_number("events")
     return [
         {"event": first + order, "step": max(from_step, 0), "kind": kind, "message": message}

@@ -11,8 +11,10 @@ import numpy as np
 
 from gradscope.runfile.batch import Batch, num_rows
 from gradscope.runfile.content import Content
+from gradscope.runfile.damage import where
+from gradscope.runfile.journals import Journal
 from gradscope.runfile.layout import Layout
-from gradscope.runfile.load import Journal, Loaded, load
+from gradscope.runfile.load import Loaded, load
 from gradscope.runfile.lock import writer_of
 from gradscope.schema import TABLES
 
@@ -23,7 +25,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
     """Returns what the run in a run directory or run file holds; only JSON values.
 
     Raises:
-        RunFileError: There is no run, the file is not ours or damaged, or its format is too new.
+        RunFileError: As for `open_run`.
     """
     loaded = load(path)
     content = loaded.content
@@ -57,6 +59,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
         "journals": [_journal(journal) for journal in loaded.journals],
         "num_overlaid_records": loaded.num_overlaid,
         "num_lost_records": loaded.num_missing,
+        "damage": list(loaded.damage),
     }  # fmt: skip
 
 
@@ -79,8 +82,8 @@ def _provenance(content: Content) -> dict[str, Any]:
     known = {name: content.attributes[name] for name in _PROVENANCE if name in content.attributes}
     return {
         **known,
-        "packages": json.loads(content.attributes["packages_json"]),
-        "config": json.loads(content.attributes["config_json"]),
+        "packages": json.loads(content.attributes.get("packages_json", "{}")),
+        "config": json.loads(content.attributes.get("config_json", "{}")),
     }
 
 
@@ -101,9 +104,11 @@ def _counts(tables: Batch, table: str, column: str) -> dict[str, int]:
 def _segments(content: Content) -> list[dict[str, Any]]:
     columns = content.tables.get("segments", {})
     names = ("segment", "start_step", "end_step", "resumed_from_step", "world_size", "created_at", "git_hash")
-    rows = zip(*(columns[name].tolist() for name in names), strict=True) if columns else ()
+    num = len(columns.get("segment", ()))
+    values = [columns[name].tolist() if name in columns else [None] * num for name in names]
     return [
-        {name: None if value == -1 else value for name, value in zip(names, row, strict=True)} for row in rows
+        {name: None if value == -1 else value for name, value in zip(names, row, strict=True)}
+        for row in zip(*values, strict=True)
     ]
 
 
@@ -140,7 +145,7 @@ def _journal(journal: Journal) -> dict[str, Any]:
         "num_records": len(journal.rows),
         "has_header": bool(journal.layouts),
         "damage": [
-            {"offset": each.offset, "num_bytes": each.num_bytes, "at_end": each.at_end}
+            {"offset": each.offset, "num_bytes": each.num_bytes, "what": where(each)}
             for each in journal.damages
         ],
     }

@@ -249,13 +249,15 @@ def test_inspect_tells_state_gaps_and_damage(tmp_path):
     (tmp_path / "run.h5.wal.000007").write_bytes(b"torn")
     summary = inspected(tmp_path)
     assert summary["state"].startswith("closed at 20")
-    assert summary["journals"][0]["damage"] == [{"offset": 0, "num_bytes": 4, "at_end": True}]
+    assert summary["journals"][0]["damage"] == [
+        {"offset": 0, "num_bytes": 4, "what": "at the end, bytes that are no record"}
+    ]
     assert summary["provenance"]["config"] == {"x": 1}
     assert summary["slots"]["b/0"] == {"role": "b", "policy": "p"}
     assert summary["groups"]["train"]["rows"] == {"step": 6}
     text = run_inspect(tmp_path)
     assert "gap: nothing between step 3 and step 10" in text
-    assert "damaged: 4 bytes from 0, at the end" in text
+    assert "    4 bytes from 0: at the end, bytes that are no record" in text
 
 
 def run_inspect(path, *options):
