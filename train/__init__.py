@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from gradscope.train import grading, grpo
     from gradscope.train.config import Config, load_config
     from gradscope.train.evaluate import Evaluation, evaluate_run
-    from gradscope.train.loop import RunResult, StepReport, run
+    from gradscope.train.loop import run
+    from gradscope.train.report import RunResult, StepReport
 
 __all__ = [
     "Config",
@@ -31,8 +32,8 @@ __all__ = [
 _MODULES = {
     "Config": "config",
     "Evaluation": "evaluate",
-    "RunResult": "loop",
-    "StepReport": "loop",
+    "RunResult": "report",
+    "StepReport": "report",
     "evaluate_run": "evaluate",
     "load_config": "config",
     "run": "loop",

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gradscope.errors import RunFileError
@@ -56,13 +55,16 @@ def save_checkpoint(run: Path, policies: Policies, state: State, *, keep: int) -
     if (target / STATE_FILE).is_file():
         write_atomically(target / STATE_FILE, _as_json(state))
     else:
-        _write(target, policies, state)
+        scratch = target.with_name(f".{target.name}.tmp")
+        try:
+            _write(scratch, target, policies, state)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     _prune(run, keep=keep, spared=(state.step, state.best_step))
     return target
 
 
-def _write(target: Path, policies: Policies, state: State) -> None:
-    scratch = target.with_name(f".{target.name}.tmp")
+def _write(scratch: Path, target: Path, policies: Policies, state: State) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     for name in policies.names:
         adapter = scratch / name
@@ -110,7 +112,8 @@ def find_checkpoint(run: Path, which: str | int = "last") -> Path | None:
 
 def checkpoint_steps(run: Path) -> list[int]:
     """Returns the steps that a run has checkpoints of."""
-    return sorted(int(path.parent.name[5:]) for path in (run / FOLDER).glob(f"step_*/{STATE_FILE}"))
+    names = (path.parent.name[5:] for path in (run / FOLDER).glob(f"step_*/{STATE_FILE}"))
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def load_checkpoint(checkpoint: Path, policies: Policies, *, with_optimizers: bool = True) -> State:
@@ -128,8 +131,8 @@ def load_checkpoint(checkpoint: Path, policies: Policies, *, with_optimizers: bo
     for name in policies.names:
         try:
             _load_policy(checkpoint / name, policies, name, with_optimizer=with_optimizers)
-        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
+        except Exception as error:  # whatever the readers make of a damaged file
+            reason = " ".join(str(error).split()).partition(". ")[0][:120]
             raise RunFileError(
                 f"{checkpoint / name}: does not fit the model and adapters, or is damaged ({reason}). "
                 "Use the run's own config.yaml, or another checkpoint."

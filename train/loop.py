@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
+from gradscope.errors import RunFileError
 from gradscope.runfile import RunWriter
-from gradscope.train.checkpoint import State, find_checkpoint, load_checkpoint, save_checkpoint
+from gradscope.runfile.paths import RunPaths
+from gradscope.train.checkpoint import State, checkpoint_steps, save_checkpoint
 from gradscope.train.config import Config
 from gradscope.train.directory import check_out, config_change, default_out, write_description
 from gradscope.train.environment import describe_environment
 from gradscope.train.evaluate import Evaluation, evaluate_session
 from gradscope.train.interrupt import Interrupt
 from gradscope.train.record import EpisodeRecorder
+from gradscope.train.report import RunResult, StepReport
+from gradscope.train.resume import Before, load_last_whole, put_aside, read_before
 from gradscope.train.session import Session, StepResult
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What `on_step` is told after every training step, and once before the first as step 0.
-
-    Attributes:
-        step: Training step just finished.
-        num_steps: Steps of the whole run.
-        metrics: Numbers by the names of the run file's `/train`; empty at step 0.
-        evaluations: Evaluations taken after this step.
-        events: Kind and message of what happened.
-        num_tokens: Reply tokens sampled in this step.
-        checkpoint: Folder of the checkpoint written after this step.
-    """
-
-    step: int
-    num_steps: int
-    metrics: dict[str, object] = field(default_factory=dict)
-    evaluations: tuple[Evaluation, ...] = ()
-    events: tuple[tuple[str, str], ...] = ()
-    num_tokens: int = 0
-    checkpoint: Path | None = None
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended.
-
-    Attributes:
-        out: Run directory.
-        step: Last training step.
-        interrupted: Whether a signal ended it early; it can be resumed.
-        evaluations: Evaluations of this process, in order.
-    """
-
-    out: Path
-    step: int
-    interrupted: bool
-    evaluations: tuple[Evaluation, ...]
 
 
 def run(
@@ -74,19 +40,20 @@ def run(
     Args:
         config: Configuration, as `load_config` returns it.
         out: Run directory; that of `default_out` when not given.
-        resume: Whether to go on from the last checkpoint of a run that is there; without one it starts over.
+        resume: Whether to go on from the last whole checkpoint of a run, if one is there.
         on_step: Called after every step.
 
     Raises:
-        ConfigError: The model or the data cannot be used.
-        RunFileError: A run is there and `resume` is not set, or its checkpoint does not fit.
+        ConfigError: The model or the data cannot be used, or a run would go on as another one.
+        RunFileError: A run is there and `resume` is not set; it cannot go on; or what it wrote is lost.
     """
     folder = Path(out) if out is not None else default_out(config)
     exists = check_out(folder, resume=resume)
+    before = read_before(folder, config) if exists else None
     with cpu_threads(config.train.threads):
         session = Session(config)
         try:
-            return _Run(session, folder, exists=exists, on_step=on_step or (lambda report: None)).go()
+            return _Run(session, folder, before=before, on_step=on_step or (lambda report: None)).go()
         finally:
             session.close()
 
@@ -95,47 +62,68 @@ class _Run:
     """One process's part of a run: from its first step or a checkpoint to the end or a signal."""
 
     def __init__(
-        self, session: Session, folder: Path, *, exists: bool, on_step: Callable[[StepReport], object]
+        self,
+        session: Session,
+        folder: Path,
+        *,
+        before: Before | None,
+        on_step: Callable[[StepReport], object],
     ) -> None:
         self.session = session
         self.config = session.config
         self.folder = folder
-        self.exists = exists
+        self.before = before
         self.on_step = on_step
         self.evaluations: list[Evaluation] = []
         self.state = State(0, session.policies.names)
-        checkpoint = find_checkpoint(folder) if exists else None
-        if checkpoint is not None:
-            self.state = load_checkpoint(checkpoint, session.policies)
-        self.change = config_change(folder, self.config) if exists else ""
-        self.saved_step = self.state.step
+        self.damaged: list[str] = []
+        self.saved_step = -1
+        if checkpoint_steps(folder):
+            self.state, self.damaged = load_last_whole(folder, session.policies)
+            self.saved_step = self.state.step
+        self.change = config_change(folder, self.config) if before else ""
+        self.lost = ""
         self.environment = describe_environment(session.updater.device)
         self.recorder = EpisodeRecorder(folder, session.chat, self.config.run)
 
     def go(self) -> RunResult:
-        """Trains to the end or to a signal."""
+        """Trains to the end or to a signal.
+
+        Raises:
+            RunFileError: The run file went away, or the last weights cannot be saved.
+        """
+        if self.saved_step >= self.config.train.steps:
+            return RunResult(self.folder, self.state.step, False, (), was_done=True)
+        put_aside(self.folder, self.damaged)
         writer = RunWriter(
             self.folder,
             slots=self.session.workflow.slots,
             policies=self.session.routing,
             config=self.config.model_dump(mode="json"),
             seed=self.config.train.seed,
-            resume_from_step=self.state.step if self.exists else None,
+            resume_from_step=self.state.step if self.before else None,
             hardware=str(self.environment["hardware"]),
         )
         with Interrupt() as interrupt, writer:
             write_description(self.folder, self.config, self.environment)
-            if self.exists:
-                self.recorder.forget_after(self.state.step)
-            if self.change:
-                writer.append_event(self.state.step, "config_change", self.change)
+            if self.before:
+                self._go_on(writer)
             if self.state.step == 0:
                 self._begin(writer)
             last = self.config.train.steps
             while self.state.step < last and not interrupt.requested:
                 self._one_step(self.state.step + 1, writer)
+                self._check_run_file(writer)
             if self.saved_step != self.state.step:
                 self._checkpoint([], writer)
+        self._check_run_file(writer)
+        if self.lost:
+            raise RunFileError(
+                f"{self.folder}: the weights after step {self.state.step} could not be saved ({self.lost}); "
+                f"those of step {self.saved_step} are kept. Make room, then add --resume."
+                if self.saved_step >= 0
+                else f"{self.folder}: no weights could be saved ({self.lost}). Make room and start again."
+            )
         return RunResult(
             self.folder,
             self.state.step,
@@ -143,14 +131,46 @@ class _Run:
             tuple(self.evaluations),
         )
 
+    def _check_run_file(self, writer: RunWriter) -> None:
+        """Refuses to go on for nothing.
+
+        Raises:
+            RunFileError: What the run wrote is not there any more.
+        """
+        if not RunPaths.of(self.folder).exists():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                writer.close()  # its complaints would all be about the same loss
+            raise RunFileError(
+                f"{self.folder}: the run file went away while the run went on, at step "
+                f"{self.state.step}; the numbers of all its steps are lost. "
+                "Start again in a folder that nothing clears."
+            )
+
+    def _go_on(self, writer: RunWriter) -> None:
+        """Writes down and tells what is not as before."""
+        step = self.state.step
+        self.recorder.forget_after(step)
+        events = [("config_change", self.change)] if self.change else []
+        if self.damaged:
+            names = ", ".join(self.damaged)
+            events.append(("checkpoint_damaged", f"{names} cannot be read; the run goes on from step {step}"))
+        for kind, message in events:
+            writer.append_event(step, kind, message)
+        if events:
+            self.on_step(StepReport(step, self.config.train.steps, events=tuple(events)))
+
     def _begin(self, writer: RunWriter) -> None:
         """Evaluates the untrained policies and keeps them, so that every run can be resumed."""
         section = self.config.evaluate
         events = self.session.probe.take_events()
         for kind, message in events:
             writer.append_event(0, kind, message)
-        evaluations = self._evaluate(0, writer) if section.every and section.at_start else []
-        checkpoint = self._checkpoint(evaluations, writer)
+        held = self.before is not None and self.before.evaluated_at_start
+        evaluations = self._evaluate(0, writer) if section.every and section.at_start and not held else []
+        checkpoint = None
+        if evaluations or self.saved_step != 0:
+            checkpoint = self._checkpoint(evaluations, writer, events)
         report = StepReport(0, self.config.train.steps, {}, tuple(evaluations), tuple(events), 0, checkpoint)
         self.on_step(report)
 
@@ -158,16 +178,22 @@ class _Run:
         result = self.session.train_step(step)
         records = [update.record for update in result.updates]
         writer.append(step, records, metrics=result.metrics)
+        self._record_episodes(result, writer)
         for kind, message in result.events:
             writer.append_event(step, kind, message)
-        self.recorder.record(step, result.episodes, result.samples, writer)
         self.state = replace(self.state, step=step)
         evaluations = self._evaluate(step, writer) if self._is_due(step, self.config.evaluate.every) else []
         checkpoint = None
         is_last = step == self.config.train.steps
         if is_last or self._is_due(step, self.config.train.checkpoint_every) or self._is_best(evaluations):
-            checkpoint = self._checkpoint(evaluations, writer)
+            checkpoint = self._checkpoint(evaluations, writer, result.events)
         self.on_step(self._report(result, evaluations, checkpoint))
+
+    def _record_episodes(self, result: StepResult, writer: RunWriter) -> None:
+        try:
+            self.recorder.record(result.step, result.episodes, result.samples, writer)
+        except OSError as error:
+            result.events.append(("episodes_not_recorded", str(error)))
 
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
@@ -192,14 +218,28 @@ class _Run:
         """Returns whether an evaluation, the sampled one if that is on, beats all before."""
         return bool(evaluations) and evaluations[0].accuracy > self.state.best_accuracy
 
-    def _checkpoint(self, evaluations: Sequence[Evaluation], writer: RunWriter) -> Path:
-        step = self.state.step
+    def _checkpoint(
+        self,
+        evaluations: Sequence[Evaluation],
+        writer: RunWriter,
+        events: list[tuple[str, str]] | None = None,
+    ) -> Path | None:
+        """Saves a checkpoint; one that cannot be saved is written down, added to `events`, no more."""
+        step, state = self.state.step, self.state
         if self._is_best(evaluations):
-            self.state = replace(self.state, best_step=step, best_accuracy=evaluations[0].accuracy)
-        path = save_checkpoint(
-            self.folder, self.session.policies, self.state, keep=self.config.run.keep_checkpoints
-        )
-        self.saved_step = step
+            state = replace(state, best_step=step, best_accuracy=evaluations[0].accuracy)
+        try:
+            path = save_checkpoint(
+                self.folder, self.session.policies, state, keep=self.config.run.keep_checkpoints
+            )
+        except (OSError, RuntimeError, SafetensorError) as error:
+            self.lost = " ".join(str(error).split())[:200]
+            event = ("checkpoint_failed", f"the weights after step {step} could not be saved ({self.lost})")
+            writer.append_event(step, *event)
+            if events is not None:
+                events.append(event)
+            return None
+        self.state, self.saved_step, self.lost = state, step, ""
         writer.append_event(step, "checkpoint", path.name)
         writer.compact()
         return path

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gradscope.train.loop import StepReport
+from gradscope.train.report import StepReport
 
 
 class RunProgress:
@@ -58,7 +58,7 @@ class RunProgress:
             self.console.print(f"step {report.step}: {evaluation.describe()}", markup=False)
         for kind, message in report.events:
             self.console.print(f"step {report.step}: {kind}: {message}", markup=False)
-        if report.step and (self.live is not None or self._is_due(report)):
+        if report.step and report.metrics and (self.live is not None or self._is_due(report)):
             facts = self._facts(report)
             if self.live is not None and self._task is not None:
                 self.live.update(self._task, completed=report.step, total=report.num_steps, facts=facts)

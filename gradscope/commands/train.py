@@ -48,7 +48,8 @@ def train(
     from gradscope.train.progress import RunProgress
 
     folder = out if out is not None else default_out(config)
-    check_out(folder, resume=resume)
+    if not check_out(folder, resume=resume) and resume:
+        typer.echo(f"{folder}: there is no run to go on with, so a new one starts", err=True)
     if dry_run:
         from gradscope.train.plan import describe_plan
 
@@ -65,4 +66,10 @@ def train(
             err=True,
         )
         raise typer.Exit(EXIT_INTERRUPTED)
+    if result.was_done:
+        typer.echo(
+            f"{folder}: already at step {result.step}: nothing to do. "
+            f"Give train.steps above {result.step} to go on."
+        )
+        return
     typer.echo(f"{result.step} steps in {folder}. Next: gradscope diagnose {folder}")

@@ -52,7 +52,7 @@ def test_a_taken_folder_is_refused_before_any_work(small, tmp_path):
         run(missing, out=tmp_path / "other")
     assert not (tmp_path / "other").exists()
     changed = small("single-shared-stack_code", "policy.rank=4")
-    with pytest.raises(RunFileError, match="does not fit the model and adapters"):
+    with pytest.raises(ConfigError, match=r"policy\.rank is 4, but the run in .* has 8"):
         run(changed, out=tmp_path / "run", resume=True)
     assert load_config(tmp_path / "run" / "config.yaml") == config
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from gradscope.cli import main
 from gradscope.train.evaluate import Evaluation
-from gradscope.train.loop import StepReport
 from gradscope.train.progress import RunProgress
+from gradscope.train.report import StepReport
 
 CELL = "single-shared-stack_code"
 SHORT = ["train.steps=2", "rollout.num_problems=2", "evaluate.num_problems=5", "evaluate.every=2"]
