@@ -44,27 +44,41 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         raise NothingToDrawError(
             "no run holds evaluations (/eval is empty). Train with evaluate.every above 0."
         )
-    ways = sorted({way for cell in cells for run in curves[cell.name] for way in run}, key=str, reverse=True)
-    topics = list(dict.fromkeys(cell.setting for cell in cells))
+    rows = _rows(cells, curves)
+    num_columns = max(len(ways) for _, ways in rows)
     looks = policy_looks(cell.layout for cell in cells)
     with paper_style():
         figure, grid = panel_grid(
-            len(topics), len(ways), width=FULL_WIDTH if len(ways) > 1 else COLUMN_WIDTH, row_height=1.8,
-            legend_lines=3 if len(ways) > 1 else 5, sharex=True, sharey="row",
+            len(rows), num_columns, width=FULL_WIDTH if num_columns > 1 else COLUMN_WIDTH, row_height=1.8,
+            legend_lines=3 if num_columns > 1 else 5, sharex=True, sharey="row",
         )  # fmt: skip
         tables = []
-        for row, topic in enumerate(topics):
-            for axes, way in zip(grid[row], ways, strict=True):
-                for cell in (cell for cell in cells if cell.setting == topic):
+        for row, (members, ways) in enumerate(rows):
+            for column, (axes, way) in enumerate(zip(grid[row], ways, strict=False)):
+                for cell in members:
                     known = [run.get(way) for run in curves[cell.name]]
                     tables.append(_draw_cell(axes, cell, way, known, looks[cell.layout]))
-                step_axis(axes, label=row == len(topics) - 1)
-            title_row(grid[row], topic, [str(way) for way in ways])
+                step_axis(axes, label=all(len(below) <= column for _, below in rows[row + 1 :]))
+            title_row(grid[row], members[0].setting, [str(way) for way in ways])
             _accuracy_axis(grid[row, 0])
+            for axes in grid[row, len(ways) :]:
+                axes.set_axis_off()
         table = stack(tables)
         _legend(figure, cells, looks, table)
         settle_layout(figure)
     return Drawing(figure, table)
+
+
+def _rows(
+    cells: Sequence[Cell], curves: Mapping[str, Sequence[Mapping[Setting, Evaluations]]]
+) -> list[tuple[list[Cell], list[Setting]]]:
+    """Returns for each setting its cells and the ways in which any of them was evaluated."""
+    rows = []
+    for topic in dict.fromkeys(cell.setting for cell in cells):
+        members = [cell for cell in cells if cell.setting == topic]
+        ways = {way for cell in members for run in curves[cell.name] for way in run}
+        rows.append((members, sorted(ways, key=str, reverse=True)))
+    return rows
 
 
 def _accuracy_axis(axes: Axes) -> None:
@@ -81,6 +95,8 @@ def _draw_cell(
     tables = [_draw_run(axes, curve, seed, look, alone=len(known) == 1) for curve, seed in known]
     if len(known) > 1:
         tables.append(_draw_mean(axes, [curve for curve, _ in known], look))
+    if not tables:  # another cell of the row was evaluated so, this one was not
+        return pd.DataFrame()
     table = stack(tables)
     columns = {"cell": cell.name, "dataset": way.dataset, "evaluated": str(way)}
     for place, (name, text) in enumerate(columns.items()):

@@ -31,7 +31,7 @@ COLOURS = "RdBu_r"
 FEW_SLOTS = 4
 """With more, only one cell fits beside another."""
 NOT_APPLICABLE = "not applicable: separate policies share no coordinates"
-NO_SIGNAL = "too little signal: fewer than 3 steps, or only one of several seeds"
+NO_SIGNAL = "too little signal: fewer than 3 steps, or too few of the seeds"
 BAR_WIDTH, NAME_LENGTH = 0.6, 0.8
 """Inches that the colour bar and the longest slot name take."""
 DARK = 0.6
@@ -160,7 +160,7 @@ def _patches() -> dict[str, Patch]:
 
 
 def _mean_cosine(per_run: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Returns the cosines of one run, or their means where at least two of several runs have one."""
+    """Returns the cosines of one run, or their means where enough of several runs have one."""
     band = over_runs([run["cosine"] for run in per_run])
     return band[["mean", "num_runs"]].rename(mean="cosine")
 

@@ -76,7 +76,8 @@ def _coherence_panel(
 ) -> pd.DataFrame:
     columns = {"cell": cell.name, "role": role, "quantity": "coherence"}
     measured = [measures["coherence"] for measures in per_run]
-    table = draw_series(axes, cell, measured, look, label=role, columns=columns)
+    # A mean of cosines, weighted by the copies' norms.
+    table = draw_series(axes, cell, measured, look, label=role, columns=columns, limits=(-1.0, 1.0))
     axes.axhline(0.0, color=REFERENCE_COLOUR, linestyle=ORTHOGONAL, linewidth=1.0, label="_orthogonal")
     axes.axhline(1.0, color=REFERENCE_COLOUR, linestyle=ALIGNED, linewidth=1.0, label="_aligned")
     # Bands of two or three seeds reach far; the axis follows the data.
@@ -91,7 +92,8 @@ def _amplification_panel(
 ) -> pd.DataFrame:
     columns = {"cell": cell.name, "role": role, "quantity": "gradient_amplification"}
     measured = [measures["amplification"] for measures in per_run]
-    tables = [draw_series(axes, cell, measured, look, label=role, columns=columns)]
+    limits = (0.0, float(_number(per_run)))
+    tables = [draw_series(axes, cell, measured, look, label=role, columns=columns, limits=limits)]
     for name, dashes in (("orthogonal", ORTHOGONAL), ("aligned", ALIGNED)):
         expected = [measures[name] for measures in per_run]
         tables.append(

@@ -38,15 +38,15 @@ def over_runs(series: Sequence[xr.DataArray]) -> xr.Dataset:
 
     The band is the range of 2 to 4 runs; of 5 or more it is the interval mean -+ t s / sqrt(n), with the
     97.5 % quantile of Student's t and n - 1 degrees of freedom. The steps are the union of the runs' steps.
-    One run has no band. With more, a step at which fewer than two have a value is NaN, since a lone run would
-    pass for the mean, and so is the band where fewer than three of three or more have one, since two runs of
-    many would make it jump.
+    One run has no band. With more, a step at which fewer than half of them (or fewer than two) have a value
+    is NaN, since a few runs would pass for all and the mean would jump; so is the band where fewer than three
+    of three or more have one.
     """
     joined = xr.concat(list(series), dim="run", join="outer", coords="minimal", compat="override")
     count = joined.notnull().sum("run")
-    fewest = min(2, len(series))
+    fewest = min(len(series), max(2, -(-len(series) // 2)))
     mean = joined.mean("run").where(count >= fewest)
-    enough = count >= max(2, min(3, len(series)))
+    enough = count >= max(2, fewest, min(3, len(series)))
     if len(series) < FEWEST_FOR_INTERVAL:
         low, high = joined.min("run"), joined.max("run")
     else:

@@ -27,7 +27,8 @@ class Cell:
     """Runs of one workflow, policy layout, model scale, task and settings.
 
     Attributes:
-        setting: The cell's name without its policy layout, as in `Voting-0.6B-Math`; its id without config.
+        setting: The cell's name without its policy layout, as in `Voting-0.6B-Math`; without a
+            configuration the name of its run.
         layout: `SP` (one policy for all roles), `IP` (one a role), else the map in words.
         name: The cell's name, as in `Voting-IP-0.6B-Math`.
         runs: Its runs, in the order given.
@@ -120,12 +121,15 @@ def _cell_names(runs: Sequence[xr.DataTree]) -> list[tuple[str, str, str]]:
 
 
 def _words(run: xr.DataTree) -> list[str]:
-    """Returns workflow, scale and task; without those the whole configuration, without one the run's id."""
+    """Returns workflow, scale and task; without those the whole configuration, without one the run's name."""
     config = _config(run)
     words = [_title(_plugin(config, "workflow")), _scale(config), _title(_plugin(config, "task"))]
     if any(words):
         return [word for word in words if word]
-    return [", ".join(f"{key}={value}" for key, value in _settings(run).items())]
+    settings = _settings(run)
+    if set(settings) == {"run"} and run.name:
+        return [run.name]
+    return [", ".join(f"{key}={value}" for key, value in settings.items())]
 
 
 def _refuse_repeats(runs: Sequence[xr.DataTree]) -> None:

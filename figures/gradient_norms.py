@@ -42,15 +42,15 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
     with paper_style():
         figure, grid = panel_grid(
             len(rows), num_columns, width=FULL_WIDTH if num_columns > 1 else COLUMN_WIDTH, row_height=1.75,
-            legend_lines=3 if num_columns > 1 else 5, sharey="row",
+            legend_lines=3 if num_columns > 1 else 5, sharex=True, sharey="row",
         )  # fmt: skip
         tables = []
         for row, members in enumerate(rows):
-            for axes, cell in zip(grid[row], members, strict=False):
+            for column, (axes, cell) in enumerate(zip(grid[row], members, strict=False)):
                 tables.append(_panel(axes, cell, looks))
                 panel_title(axes, f"{cell.name}, {cell.size}", num_columns=num_columns)
-                step_axis(axes, label=row == len(rows) - 1)
-                axes.label_outer()
+                step_axis(axes, label=all(len(below) <= column for below in rows[row + 1 :]))
+            grid[row, 0].set_ylabel(axis_label(role_norms(members[0].runs[0]).attrs, "gradient norm"))
             drawn = stack(tables[-len(members) :])
             log_axis(grid[row, 0], drawn["value"][drawn["drawn_as"] == "dots"].to_numpy())
             for axes in grid[row, len(members) :]:
@@ -69,5 +69,4 @@ def _panel(axes: Axes, cell: Cell, looks: Mapping[str, Look]) -> pd.DataFrame:
         tables.append(
             draw_series(axes, cell, measured, looks[role], label=role, columns=columns, logarithmic=True)
         )
-    axes.set_ylabel(axis_label(norms[0].attrs, "gradient norm"))
     return stack(tables)

@@ -18,7 +18,7 @@ from gradscope.figures.style import BAND_OPACITY, REFERENCE_COLOUR, Look
 MANY_DOTS = 2000
 """From this many dots on they are pixels inside the PDF, so that it opens quickly."""
 NUM_MARKERS = 6
-"""Markers along a line."""
+"""Markers along a line, besides those at steps without a neighbour."""
 
 
 def draw_series(
@@ -30,6 +30,7 @@ def draw_series(
     label: str,
     columns: Mapping[str, str],
     logarithmic: bool = False,
+    limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> pd.DataFrame:
     """Draws a quantity of a cell's runs and returns the drawn numbers.
 
@@ -44,6 +45,7 @@ def draw_series(
         label: Of the line.
         columns: Columns of the table that say what this is.
         logarithmic: Whether the axis is logarithmic.
+        limits: Values that the quantity cannot leave; its band is cut off there.
     """
     if logarithmic:
         per_run = [series.where(series > 0) for series in per_run]
@@ -54,10 +56,10 @@ def draw_series(
     window = smoothing_window(cell)
     line = over_runs([smooth(_log(series) if logarithmic else series, window) for series in per_run])
     mean, low, high = (_exp(line[name]) if logarithmic else line[name] for name in ("mean", "low", "high"))
+    low, high = low.clip(*limits), high.clip(*limits)
     axes.plot(
-        line["step"], mean, color=look.colour, marker=look.marker, label=label,
-        markevery=max(1, line.sizes["step"] // NUM_MARKERS),
-    )  # fmt: skip
+        line["step"], mean, color=look.colour, marker=look.marker, label=label, markevery=_marked(mean.values)
+    )
     if len(per_run) > 1:
         axes.fill_between(line["step"], low, high, color=look.colour, alpha=BAND_OPACITY, linewidth=0)
     return stack([*dots, _rows(columns, "line", mean, low=low, high=high, num_runs=line["num_runs"])])
@@ -87,7 +89,10 @@ def draw_reference(
     """Draws what a quantity would be under an assumption, smoothed and averaged as the quantity itself."""
     window = smoothing_window(cell)
     line = over_runs([smooth(series, window) for series in per_run])
-    axes.plot(line["step"], line["mean"], color=colour, linestyle=dashes, linewidth=1.0, label=label)
+    axes.plot(
+        line["step"], line["mean"], color=colour, linestyle=dashes, linewidth=1.0, label=label, marker="_",
+        markevery=_lonely(line["mean"].values).tolist(),
+    )  # fmt: skip
     return _rows(columns, name, line["mean"], num_runs=line["num_runs"])
 
 
@@ -112,6 +117,19 @@ def series_note(cells: Sequence[Cell], *, mean: str = "mean") -> str:
     where = " where three or more seeds have values" if max(len(cell.runs) for cell in cells) > 2 else ""
     bands = band_words([len(cell.runs) for cell in cells])
     return f"Dots: single runs. {line}, averaged over seeds; bands: {bands}{where}."
+
+
+def _marked(values: np.ndarray) -> list[int]:
+    """Returns the rows of a line that get a marker: some of those with a value, and all lonely ones."""
+    known = np.flatnonzero(np.isfinite(values))
+    regular = known[:: max(1, known.size // NUM_MARKERS)]
+    return np.union1d(regular, _lonely(values)).tolist()
+
+
+def _lonely(values: np.ndarray) -> np.ndarray:
+    """Returns the rows whose neighbours both have no value, of which a line shows nothing."""
+    known = np.pad(np.isfinite(values), 1)
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
 
 
 def _log(series: xr.DataArray) -> xr.DataArray:

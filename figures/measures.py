@@ -22,7 +22,7 @@ def cells_with_gradients(runs: Sequence[xr.DataTree]) -> list[Cell]:
         NothingToDrawError: None does.
         DataError: A run is given twice.
     """
-    measured = [run for run in runs if _has_gradients(run)]
+    measured = [_finite(run) for run in runs if _has_gradients(run)]
     if not measured:
         raise NothingToDrawError(
             "no run holds gradients (/updates/gram is empty or absent). Train with probes.enabled=true."
@@ -82,16 +82,27 @@ def pooled_cosines(run: xr.DataTree, steps: np.ndarray) -> xr.Dataset:
         gram = derive.step_gram(run, policy).sel(step=steps)
         own = {"slot": gram["slot"].values, "slot_b": gram["slot_b"].values}
         for measure, values in zip(measures.values(), derive.cosine_interval(gram.values), strict=True):
-            measure.loc[own] = values
+            # An interval in standard errors knows no bounds, a cosine does.
+            measure.loc[own] = values.clip(-1.0, 1.0)
     return xr.Dataset(measures)
 
 
 def _has_gradients(run: xr.DataTree) -> bool:
-    return (
-        "updates" in run.children
-        and "gram" in run["updates"]
-        and bool(run["updates"]["gram"].notnull().any())
-    )
+    if "updates" not in run.children:
+        return False
+    updates = run["updates"].to_dataset()
+    return "gram" in updates and bool(np.isfinite(updates["gram"]).any())
+
+
+def _finite(run: xr.DataTree) -> xr.DataTree:
+    """Returns the run without the Grams that hold an infinity: what overflowed is not known."""
+    updates = run.children["updates"].to_dataset(inherit=False)
+    overflowed = (abs(updates["gram"]) == np.inf).any(["slot", "slot_b"])
+    if not overflowed.any():
+        return run
+    copy = run.copy()
+    copy.children["updates"].dataset = updates.assign(gram=updates["gram"].where(~overflowed))
+    return copy
 
 
 def _roles_of(run: xr.DataTree, policy: str) -> list[str]:

@@ -27,6 +27,8 @@ KEY_CHARACTERS = 7
 MOST_DRAWINGS = 10
 TITLE_CHARACTERS_PER_INCH = 13
 LOG_MARGIN = 1.3
+STRIP = 0.15
+"""Inches that stay empty above and below panels of fixed aspect."""
 LABEL_CHARACTERS = 22
 """Of a y label in one line beside a panel."""
 
@@ -93,9 +95,10 @@ def log_axis(axes: Axes, values: NDArray[Any]) -> None:
 
 
 def step_axis(axes: Axes, *, label: bool) -> None:
-    """Puts whole training steps on the x axis."""
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    """Puts round training steps on the x axis, and their numbers and a label where there is none below."""
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     if label:
+        axes.tick_params(labelbottom=True)
         axes.set_xlabel("Training step")
 
 
@@ -107,6 +110,13 @@ def settle_layout(figure: Figure, *, fixed_aspect: bool = False) -> None:
     """
     if fixed_aspect:
         figure.set_layout_engine("compressed")
+        _draw_until_settled(figure)
+        _remove_strips(figure)
+    _draw_until_settled(figure)
+    figure.set_layout_engine("none")
+
+
+def _draw_until_settled(figure: Figure) -> None:
     before = None
     for _ in range(MOST_DRAWINGS):
         figure.draw_without_rendering()
@@ -114,7 +124,17 @@ def settle_layout(figure: Figure, *, fixed_aspect: bool = False) -> None:
         if before is not None and np.allclose(before, after, rtol=0, atol=1e-6):
             break
         before = after
-    figure.set_layout_engine("none")
+
+
+def _remove_strips(figure: Figure) -> None:
+    """Makes a figure lower by the empty strips above its panels and between them and the legend."""
+    boxes = [box for axes in figure.axes if (box := axes.get_tightbbox()) is not None]
+    legend_top = max(legend.get_window_extent().y1 for legend in figure.legends)
+    above = figure.bbox.y1 - max(box.y1 for box in boxes)
+    below = min(box.y0 for box in boxes) - legend_top
+    spare = (above + below) / figure.dpi - STRIP
+    if spare > 0:
+        figure.set_figheight(round(figure.get_figheight() - spare, 2))
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist], note: str) -> None:

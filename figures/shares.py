@@ -26,6 +26,7 @@ from gradscope.figures.panels import (
 from gradscope.figures.style import FULL_WIDTH, Look, paper_style, role_looks
 
 SHARES = ("energy", "norm")
+BY_COUNTS = "counts only"
 
 
 def draw(runs: Sequence[xr.DataTree]) -> Drawing:
@@ -64,10 +65,13 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
             several = len(derive.policies(cell.runs[0])) > 1
             title_row(grid[row], f"{cell.name}, {cell.size}" + (f", policy {policy}" if several else ""))
         grid[0, 0].set_ylim(0, 1)
-        handles = [*role_handles(looks), reference_handle("expected from counts alone", "--")]
+        table = stack(tables)
+        handles = role_handles(looks)
+        if table["value"][table["drawn_as"] == BY_COUNTS].notna().any():
+            handles.append(reference_handle("expected from counts alone", "--"))
         legend_below(figure, handles, series_note([cell for cell, _ in panels]))
         settle_layout(figure)
-    return Drawing(figure, stack(tables))
+    return Drawing(figure, table)
 
 
 def _panel(
@@ -83,12 +87,14 @@ def _panel(
         columns = {"cell": cell.name, "policy": policy, "role": str(role), "quantity": f"{share}_share"}
         measured = [shares[share].sel(role=role) for shares in per_run]
         look = looks[str(role)]
-        tables.append(draw_series(axes, cell, measured, look, label=str(role), columns=columns))
+        tables.append(
+            draw_series(axes, cell, measured, look, label=str(role), columns=columns, limits=(0.0, 1.0))
+        )
         if all(f"expected_{share}" in shares for shares in per_run):
             expected = [shares[f"expected_{share}"].sel(role=role) for shares in per_run]
             tables.append(
                 draw_reference(
-                    axes, cell, expected, name="counts only", label=f"_expected_{role}", columns=columns,
+                    axes, cell, expected, name=BY_COUNTS, label=f"_expected_{role}", columns=columns,
                     colour=look.colour,
                 )
             )  # fmt: skip

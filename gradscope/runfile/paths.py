@@ -31,6 +31,11 @@ class RunPaths:
         return self.file.parent
 
     @property
+    def name(self) -> str:
+        """What people call the run: its directory, or a file that is not called as usual."""
+        return self.directory.resolve().name if self.file.name == RUN_FILE else self.file.stem
+
+    @property
     def temporary(self) -> Path:
         """The copy that a compaction works on."""
         return self.file.with_name(self.file.name + ".tmp")

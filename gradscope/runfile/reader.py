@@ -20,8 +20,9 @@ def open_run(path: str | Path) -> xr.DataTree:
 
     Missing values are NaN, counts included; only variables that are never missing stay integers. Groups and
     variables that nobody wrote are absent. Rows that a resume left behind stand under `superseded`.
-    Evaluations are in the order of their steps. The root attribute `damage` says what is lost or cannot be
-    used, which also warns (UserWarning); a run without damage has no such attribute.
+    Evaluations are in the order of their steps. The tree is called as the run directory is. The root
+    attribute `damage` says what is lost or cannot be used, which also warns (UserWarning); a run without
+    damage has no such attribute.
 
     Args:
         path: The run directory, or its `run.h5`.
@@ -31,22 +32,22 @@ def open_run(path: str | Path) -> xr.DataTree:
             their format is too new.
     """
     loaded = load(path)
-    run = to_datatree(loaded.content)
+    run = to_datatree(loaded.content, name=loaded.paths.name)
     if loaded.damage:
         run.attrs[DAMAGE] = " ".join(loaded.damage)
         warnings.warn(f"{path}: {run.attrs[DAMAGE]}", stacklevel=2)
     return run
 
 
-def to_datatree(content: Content) -> xr.DataTree:
-    """Returns the run in the form in which everybody reads it."""
+def to_datatree(content: Content, *, name: str | None = None) -> xr.DataTree:
+    """Returns the run in the form in which everybody reads it, with the name that its figures bear."""
     root = _root(content.layout).assign_attrs(dict(content.attributes))
     nodes: dict[str, xr.Dataset] = {"/": root, **_datasets(content.tables, content.layout)}
-    for name, group in content.superseded.items():
-        place = f"/{SUPERSEDED}/{name}"
+    for segment, group in content.superseded.items():
+        place = f"/{SUPERSEDED}/{segment}"
         nodes[place] = xr.Dataset(attrs=dict(group.attributes))
         nodes |= {place + inner: data for inner, data in _datasets(group.tables, content.layout).items()}
-    return xr.DataTree.from_dict(nodes)
+    return xr.DataTree.from_dict(nodes, name=name)
 
 
 def _root(layout: Layout) -> xr.Dataset:

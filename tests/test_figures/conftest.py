@@ -54,7 +54,8 @@ def build(tmp_path_factory):
 
     def make(
         layout="SP", seed=0, *, num_steps=40, slots=VOTING, dead=(), cliff=False, settings=((0.7, False),),
-        evaluate_every=2, num_updates=1, scale=1.0, gradients=True, config=None, drop_rows=(), **changes,
+        evaluate_every=2, num_updates=1, scale=1.0, gradients=True, config=None, drop_rows=(),
+        pull=1.0, lean=1.0, counts=True, **changes,
     ):  # fmt: skip
         rng = np.random.default_rng([seed, layout == "SP"])
         roles = list(dict.fromkeys(slots.values()))
@@ -63,17 +64,18 @@ def build(tmp_path_factory):
             if isinstance(layout, dict)
             else {role: "all" if layout == "SP" else role for role in roles}
         )
-        pull = {role: rng.standard_normal(30) for role in roles}
+        pulls = {role: pull * rng.standard_normal(30) for role in roles}
         vectors = np.array(
             [
                 [
-                    [pull[role] * step / num_steps + rng.standard_normal(30) for role in slots.values()]
+                    [pulls[role] * step / num_steps + rng.standard_normal(30) for role in slots.values()]
                     for _ in range(num_updates)
                 ]
                 for step in range(num_steps)
             ]
         )
         vectors *= scale
+        vectors[:, :, [role == roles[0] for role in slots.values()]] *= lean
         vectors[list(dead)] = 0.0
         signal = rng.integers(1, 24, (num_steps, len(slots))).astype(float)
         signal[list(dead)] = 0.0
@@ -100,7 +102,7 @@ def build(tmp_path_factory):
                                 counts={
                                     "num_rows": np.full(len(own), 24.0),
                                     "num_signal_rows": signal[step, own],
-                                },
+                                } if counts else {},
                             )
                         )  # fmt: skip
                 writer.append(step, records if gradients else None, metrics={"loss": 0.0})

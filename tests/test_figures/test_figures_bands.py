@@ -73,6 +73,14 @@ def test_two_of_three_runs_have_a_mean_but_no_interval():
     assert np.isfinite(band["low"].values).tolist() == [True, False]
 
 
+def test_fewer_than_half_of_the_runs_have_no_mean():
+    lengths = (3, 3, 2, 1, 1)
+    band = over_runs([series(np.arange(length) + run) for run, length in enumerate(lengths)])
+    assert band["num_runs"].values.tolist() == [5, 3, 2]
+    assert np.isfinite(band["mean"].values).tolist() == [True, True, False]
+    assert np.isfinite(band["low"].values).tolist() == [True, True, False]
+
+
 def test_one_run_is_itself_without_interval():
     band = over_runs([series([1.0, np.nan, 3.0])])
     np.testing.assert_array_equal(band["mean"], [1.0, np.nan, 3.0])

@@ -53,7 +53,13 @@ def test_runs_without_configuration_are_cells_of_their_own(build):
     runs = [quick(build, "SP", seed, config={}) for seed in (0, 1)]
     cells = group_cells(runs)
     assert [len(cell.runs) for cell in cells] == [1, 1]
-    assert cells[0].name == f"run={runs[0].attrs['run_id'][:8]}-SP"
+    assert [cell.name for cell in cells] == ["run-0-SP", "run-1-SP"]
+
+
+def test_runs_of_one_name_without_configuration_are_told_apart(build):
+    runs = [quick(build, "SP", 0, config={}) for _ in range(2)]
+    ids = [run.attrs["run_id"][:8] for run in runs]
+    assert [cell.name for cell in group_cells(runs)] == [f"run-0-SP (run={own})" for own in ids]
 
 
 def test_a_foreign_configuration_is_the_name(build):

@@ -158,6 +158,14 @@ def test_files_of_other_writers_may_hold_other_number_types(run):
     assert opened["eval"]["dataset"].values.tolist() == ["d"]
 
 
+def test_an_opened_run_is_called_as_its_folder_or_file(run, monkeypatch):
+    (run / "run.h5").rename(run / "lr3.h5")
+    assert open_run(run / "lr3.h5").name == "lr3"
+    (run / "lr3.h5").rename(run / "run.h5")
+    monkeypatch.chdir(run)
+    assert open_run(run).name == open_run("run.h5").name == open_run(".").name == run.name
+
+
 AS_NOBODY = """
 import os, sys
 from gradscope.errors import RunFileError
