@@ -7,6 +7,7 @@ import math
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import xarray as xr
@@ -15,7 +16,9 @@ from gradscope import __version__
 from gradscope.detectors import DETECTORS
 from gradscope.detectors.finding import Finding as Finding
 from gradscope.detectors.finding import Skipped
+from gradscope.errors import GradscopeError, SchemaError
 from gradscope.report.limits import unanswerable
+from gradscope.runfile import open_run
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Diagnosis:
         return {
             "run": self.run,
             "findings": [_plain(asdict(finding)) for finding in self.findings],
+            "not_found": [_plain(asdict(finding)) for finding in self.quiet],
             "skipped": dict(self.skipped),
+            "limits": list(self.limits),
             "schema_version": self.schema_version,
             "gradscope_version": __version__,
         }
@@ -55,23 +60,34 @@ class Diagnosis:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
-def diagnose(run: xr.DataTree, *, name: str | None = None) -> Diagnosis:
+def diagnose(run: xr.DataTree | str | Path, *, name: str | None = None) -> Diagnosis:
     """Returns what every registered detector saw in the run.
 
     A detector that fails does not hide what the others saw; its error stands under `skipped` and `broken`.
+    One that meets content which cannot be is skipped with the reason.
 
     Args:
-        run: An opened run.
-        name: What to call it; by default its run id.
+        run: An opened run, or the path of a run directory or run.h5.
+        name: What to call it; by default the path, or the run's id.
+
+    Raises:
+        SchemaError: It is neither.
+        RunFileError: There is no readable run at that path.
     """
+    if isinstance(run, str | Path):
+        return diagnose(open_run(run), name=name or str(run))
+    if not isinstance(run, xr.DataTree):
+        raise SchemaError(
+            f"diagnose takes an opened run (gradscope.open_run) or its path, not {type(run).__name__}."
+        )
     findings: list[Finding] = []
     skipped: dict[str, str] = {}
     broken: dict[str, str] = {}
     for detector in DETECTORS.names():
         try:
             findings += DETECTORS.get(detector)(run)
-        except Skipped as reason:
-            skipped[detector] = str(reason)
+        except (Skipped, GradscopeError) as reason:
+            skipped[detector] = str(reason).rstrip(".")
         except Exception as error:
             skipped[detector] = f"failed with {type(error).__name__}: {error}"
             broken[detector] = traceback.format_exc()
@@ -90,6 +106,16 @@ def asked_for(diagnosis: Diagnosis, kinds: Iterable[str]) -> list[Finding]:
     """Returns the findings of those kinds whose verdict reaches the level of the kind's name, or above."""
     wanted = set(kinds)
     return [finding for finding in diagnosis.findings if finding.kind in wanted and finding.established]
+
+
+def untold(diagnosis: Diagnosis, kinds: Iterable[str]) -> list[str]:
+    """Returns those kinds of which nothing could be told: skipped, or undetermined wherever looked for."""
+    told = {
+        finding.kind
+        for finding in (*diagnosis.findings, *diagnosis.quiet)
+        if finding.strength != "undetermined"
+    }
+    return [kind for kind in kinds if kind not in told]
 
 
 def _plain(value: Any) -> Any:

@@ -66,6 +66,8 @@ class Warner:
     """
 
     def __init__(self, settings: WarnerSettings | None = None) -> None:
+        if not isinstance(settings, WarnerSettings | None):
+            raise ConfigError(f"Warner takes WarnerSettings, not {type(settings).__name__} {settings!r}.")
         self.settings = settings or WarnerSettings()
         self.num_observations = 0
         self.z_log_norm = math.nan
@@ -82,7 +84,11 @@ class Warner:
 
         Returns:
             False also for a step with a missing or infinite value: it is passed over and changes nothing.
+
+        Raises:
+            SchemaError: A value is no real number.
         """
+        log_norm, coherence = _number("log_norm", log_norm), _number("coherence", coherence)
         if not (math.isfinite(log_norm) and math.isfinite(coherence)):
             return False
         reference = np.array(list(self._history)[: max(0, len(self._history) - self.settings.gap)])
@@ -105,6 +111,15 @@ class Warner:
     def _averaged(self, average: float, z: float) -> float:
         start = 0.0 if math.isnan(average) else average
         return start + self.settings.smoothing * (z - start)
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, str):
+        raise SchemaError(f"Warner.update: {name} is '{value}': give a number, NaN where there is none.")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"Warner.update: {name} must be one real number: {error}.") from error
 
 
 def replay(

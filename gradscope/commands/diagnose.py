@@ -13,21 +13,22 @@ def diagnose(
     run: Annotated[Path, typer.Argument(help="A run directory or run.h5.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--fail-on",
             metavar="KINDS",
-            help="Exit 1 when one of these is found, such as cliff,capture,amplification.",
+            help="Exit 1 when one of these is found, such as cliff,capture,amplification. What is merely "
+            "'possible' does not count, nor does 'dominance' (of kind capture) as capture.",
+            show_default=False,
         ),
-    ] = "",
+    ] = None,
 ) -> None:
     """Say what went wrong in the saved RUN, how sure that is, and what its log cannot tell."""
-    from gradscope.diagnosis import asked_for
+    from gradscope.diagnosis import asked_for, untold
     from gradscope.diagnosis import diagnose as judge
-    from gradscope.runfile import open_run
 
-    kinds = _kinds(fail_on)
-    diagnosis = judge(open_run(run), name=str(run))
+    kinds = [] if fail_on is None else _kinds(fail_on)
+    diagnosis = judge(run)
     if as_json:
         typer.echo(diagnosis.to_json())
     else:
@@ -37,6 +38,9 @@ def diagnose(
     if diagnosis.broken:
         print("\n".join(diagnosis.broken.values()), file=sys.stderr)
         raise typer.Exit(3)
+    for kind in untold(diagnosis, kinds):
+        reason = diagnosis.skipped.get(kind, "too little data, see above")
+        print(f"gradscope: warning: --fail-on {kind}: it could not be told ({reason}).", file=sys.stderr)
     if asked_for(diagnosis, kinds):
         raise typer.Exit(1)
 
@@ -44,9 +48,13 @@ def diagnose(
 def _kinds(fail_on: str) -> list[str]:
     """Returns the kinds in a comma-separated list, or says which one nobody looks for."""
     from gradscope.detectors import DETECTORS
-    from gradscope.errors import unknown_name
+    from gradscope.errors import ConfigError, unknown_name
 
-    kinds = [kind.strip() for kind in fail_on.split(",") if kind.strip()]
+    kinds = list(dict.fromkeys(kind.strip() for kind in fail_on.split(",") if kind.strip()))
+    if not kinds:
+        raise ConfigError(
+            f"--fail-on '{fail_on}' names no kind of finding. Allowed: {', '.join(DETECTORS.names())}."
+        )
     for kind in kinds:
         if kind not in DETECTORS:
             raise unknown_name("kind of finding", kind, DETECTORS.names(), where="--fail-on")

@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from gradscope import derive
 from gradscope.detectors.finding import Finding, Skipped
 from gradscope.detectors.series import PolicySeries, policy_series
-from gradscope.detectors.wording import at_step, score, too_few
+from gradscope.detectors.wording import at_step, by_chance, score, span, too_few
+from gradscope.stats import permutation
 from gradscope.stats.grams import checked_grams, checked_steps
 from gradscope.stats.steps import as_step
 from gradscope.stats.windows import onset, windows_for
@@ -24,7 +25,13 @@ SIZE_UNIT = 0.3
 FOUND = 1.0
 POSSIBLE = 0.4
 """Units and thresholds; docs/detectors.md says where they were calibrated."""
-FALSE_ALARMS = "of simulated runs without it 0.3 % reach that, and 6 % reach 0.4, called possible"
+SURE = 0.01
+SURE_POSSIBLE = 0.05
+"""How often at most reordered steps may change as much."""
+FALSE_ALARMS = {
+    "amplification": "0.3 % of simulated runs without it are called so",
+    "possible": "4 % of simulated runs without it are called so",
+}
 """From `tests/benchmarks/false_alarms.py --runs 1000`; docs/detectors.md holds its tables."""
 
 
@@ -34,13 +41,15 @@ class Amplification:
 
     Attributes:
         score: The weaker of the parts `coherence` and `size`.
-        verdict: `amplification` from 1, `possible` from 0.4, else `none`; `undetermined` where a window holds
+        verdict: `amplification` from 1, `possible` from 0.4, else `none`; each only where few random orders
+            of the run's own steps change as much (1 % and 5 % at most). `undetermined` where a window holds
             fewer than five steps with values, or the windows would overlap.
         index: Row at which both had begun to rise; None where undetermined.
         step: `step[index]`; None where no steps were given or nothing is determined.
         parts: `coherence` (rise in units of 0.2) and `size` (rise of the log norm in units of 0.3), and the
             medians of the first and last window: `coherence_base`, `coherence_final`, `growth` (ratio of
-            norms).
+            norms), `chance` (how often reordered steps change as much; NaN below 0.4, where nobody asks) and
+            `window_steps`.
     """
 
     score: float
@@ -80,14 +89,30 @@ def find_amplification(slot_gram: ArrayLike, *, step: ArrayLike | None = None) -
         "coherence_base": kappa_base,
         "coherence_final": kappa_final,
         "growth": float(np.exp(size_final - size_base)),
+        "chance": float("nan"),
+        "window_steps": windows.width,
     }
     total = float(np.min([parts["coherence"], parts["size"]]))
     if not np.isfinite(total):
         return _undetermined(parts)
     rise = np.minimum((kappa - kappa_base) / COHERENCE_UNIT, (size - size_base) / SIZE_UNIT)
     row = onset(rise, base=float(np.nanmedian(rise[windows.base])), final=total)
-    verdict = "amplification" if total >= FOUND else "possible" if total >= POSSIBLE else "none"
-    return Amplification(total, verdict, row, as_step(steps, row), parts)
+    if total >= POSSIBLE:
+        series = np.stack([kappa, size], axis=1)
+        usable = np.asarray(np.isfinite(series).all(axis=1))
+        parts["chance"] = permutation.chance(series[usable].T, _rise, *windows.num_usable(usable))
+    return Amplification(total, _verdict(total, parts["chance"]), row, as_step(steps, row), parts)
+
+
+def _rise(base: Array, final: Array) -> Array:
+    """Returns the weaker contrast of coherence and size, `[..., 2, B]` and `[..., 2, F]` to `[...]`."""
+    return permutation.contrast(base, final).min(axis=-1)
+
+
+def _verdict(total: float, chance: float) -> str:
+    if total >= FOUND and chance <= SURE:
+        return "amplification"
+    return "possible" if total >= POSSIBLE and chance <= SURE_POSSIBLE else "none"
 
 
 def _undetermined(parts: Mapping[str, float]) -> Amplification:
@@ -123,19 +148,18 @@ def _finding(series: PolicySeries, role: str) -> Finding:
     parts = result.parts
     numbers = (
         f"coherence went from {parts['coherence_base']:.2f} to {parts['coherence_final']:.2f} and the "
-        f"gradient's size {parts['growth']:.2f}-fold from the first to the last fifth"
+        f"gradient's size {parts['growth']:.2f}-fold {span(parts['window_steps'])}; score "
+        f"{score(result.score)} (amplification from {FOUND:g})"
     )
+    order = f"; {by_chance(parts['chance'])}" if np.isfinite(parts["chance"]) else ""
     if result.verdict == "none":
-        sentence = (
-            f"Gradient amplification by {subject}: none; {numbers}; score {score(result.score)} "
-            f"(amplification from {FOUND:g})."
-        )
+        sentence = f"Gradient amplification by {subject}: none; {numbers}{order}."
         return Finding("amplification", role, None, result.verdict, evidence, sentence)
     verb = "amplify" if result.verdict == "amplification" else "may amplify"
     sentence = (
-        f"From about {at_step(result.step)} {subject} {verb} its gradient: {numbers}; score "
-        f"{score(result.score)} (amplification from {FOUND:g}; {FALSE_ALARMS}). Copies with the same prompt "
-        "and reward have equal mean gradients by construction, so a rise may be a rise of signal over noise; "
-        "the log shows that it happened, not that it did harm."
+        f"From about {at_step(result.step)} {subject} {verb} its gradient: {numbers}{order}. "
+        f"{FALSE_ALARMS[result.verdict]}. Copies with the same prompt and reward have equal mean gradients "
+        "by construction, so a rise may be a rise of signal over noise; the log shows that it happened, not "
+        "that it did harm."
     )
     return Finding("amplification", role, result.step, result.verdict, evidence, sentence)

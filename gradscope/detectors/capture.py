@@ -10,28 +10,32 @@ import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
 from gradscope import derive
+from gradscope.detectors.capture_scale import (
+    ALIGNMENT_UNIT,
+    CAPTURE,
+    DOMINANCE,
+    LENGTH_UNIT,
+    POSSIBLE,
+    SHARE_UNIT,
+    SURE_CAPTURE,
+    SURE_DOMINANCE,
+    SURE_POSSIBLE,
+    VIOLATION_UNIT,
+)
+from gradscope.detectors.capture_words import capture_sentence
 from gradscope.detectors.finding import Finding, Skipped
-from gradscope.detectors.series import PolicySeries, policy_series, role_means
-from gradscope.detectors.wording import at_step, percent, score, too_few
+from gradscope.detectors.series import PolicySeries, policy_series, role_means, role_rows
 from gradscope.errors import SchemaError
+from gradscope.stats import permutation
+from gradscope.stats.arrays import real_array
 from gradscope.stats.grams import checked_grams, checked_steps, complete, logit
 from gradscope.stats.steps import as_step
 from gradscope.stats.windows import FEWEST_VALID, SHORTEST, Windows, onset, windows_for
 
 Array = NDArray[np.float64]
 
-SHARE_UNIT = 0.8
-ALIGNMENT_UNIT = 0.25
-LENGTH_UNIT = 0.3
-VIOLATION_UNIT = 0.10
-CAPTURE = 0.75
-POSSIBLE = 0.5
-DOMINANCE = 1.0
-"""Units and thresholds; docs/detectors.md says where they were calibrated."""
 SHORTEST_REPLY = 0.5
 """Tokens; a role that falls silent has a long way to go down in log length, not an infinite one."""
-FALSE_ALARMS = "0.6 % of simulated runs without capture reach it, 5 % of those whose replies drift"
-"""From `tests/benchmarks/false_alarms.py --runs 1000`; docs/detectors.md holds its tables."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,20 @@ class Capture:
     Attributes:
         score: The weakest of the three parts share, alignment and drift, each in units of its threshold.
         verdict: `capture` from 0.75; else `dominance` where share and alignment both reach 1 without drift of
-            another role; else `possible` from 0.5; else `none`. `undetermined` where a window holds fewer
-            than five steps with values, the windows would overlap, or neither lengths nor violations are
-            known.
+            another role; else `possible` from 0.5; else `none`. Each only where few random orders of the
+            run's own steps change as much (2 %, 1 % and 5 % at most) and the final share exceeds what the
+            role's rows alone give. `undetermined` where a window holds fewer than five steps with values, the
+            windows would overlap, or neither lengths nor violations are known.
         role: Index of the role with the largest share at the end; None where undetermined.
         index: Row at which its share left the first level; None where undetermined.
         step: `step[index]`; None where no steps were given or nothing is determined.
         parts: `share`, `alignment`, `drift` (the score is their smallest), what drift is made of
             (`drift_length`, `drift_violation`, of role index `drift_role`), the captor's median share in both
-            windows (`share_base`, `share_final`), and `drift_from`: which records drift was read from. Where
-            it is undetermined, `missing` says for want of what.
+            windows (`share_base`, `share_final`), what rows alone would give it there
+            (`share_expected`, `share_expected_final`; NaN where unknown), `chance` (how often reordered steps
+            change as much; NaN where share and alignment are too small to ask), `window_steps`, and
+            `drift_from`: which records drift was read from. Where it is undetermined, `missing` says for
+            want of what.
     """
 
     score: float
@@ -62,14 +70,19 @@ class Capture:
 
 
 def find_capture(
-    role_gram: ArrayLike, role_tokens: ArrayLike, role_violation: ArrayLike, *, step: ArrayLike | None = None
+    role_gram: ArrayLike,
+    role_tokens: ArrayLike,
+    role_violation: ArrayLike,
+    *,
+    step: ArrayLike | None = None,
+    role_rows: ArrayLike | None = None,
 ) -> Capture:
     """Returns whether one role's gradient took over a shared policy while another role's replies drifted.
 
     Compares the last fifth of the steps with the first fifth (at least ten steps each): the captor's energy
     share must rise (in log odds), it must align with the sum more than the others do, and another role must
     change its reply length more than the captor, or break its format more often. Its own baseline removes an
-    imbalance that is there from the start.
+    imbalance that is there from the start. The rise must be rare among random orders of the run's steps.
 
     Args:
         role_gram: `[T, R, R]` products of the roles' gradients on the shared policy, R at least 2; NaN rows
@@ -77,6 +90,7 @@ def find_capture(
         role_tokens: `[T, R]` mean reply tokens, NaN where unknown.
         role_violation: `[T, R]` fraction of replies outside their format; all NaN where unknown.
         step: `[T]` increasing training steps.
+        role_rows: `[T, R]` rows with signal. Where given, a captor must end with more than their share.
 
     Raises:
         SchemaError: Shapes that do not fit, or numbers that cannot be.
@@ -84,6 +98,10 @@ def find_capture(
     grams = complete(checked_grams(role_gram, name="role_gram", least=2))
     tokens = _checked_replies(role_tokens, grams, name="role_tokens", largest=np.inf)
     violations = _checked_replies(role_violation, grams, name="role_violation", largest=1.0)
+    unknown = np.full(grams.shape[:2], np.nan)
+    rows = _checked_replies(
+        unknown if role_rows is None else role_rows, grams, name="role_rows", largest=np.inf
+    )
     steps = checked_steps(step, grams.shape[0])
     windows = windows_for(grams.shape[0])
     if windows is None:
@@ -93,25 +111,25 @@ def find_capture(
     if not np.isfinite(base + final).all():
         return _undetermined({}, f"{FEWEST_VALID} steps with signal in both windows")
     captor = int(np.argmax(final))
+    expected = windows.medians(derive.expected_energy_share(rows)[:, captor])
     parts: dict[str, float | str] = {
         "share": float(logit(final)[captor] - logit(base)[captor]) / SHARE_UNIT,
         "alignment": _alignment_gain(grams, captor, windows) / ALIGNMENT_UNIT,
         **_drift(tokens, violations, captor, windows),
         "share_base": float(base[captor]),
         "share_final": float(final[captor]),
+        "share_expected": float(expected[0]),
+        "share_expected_final": float(expected[1]),
+        "chance": float("nan"),
+        "window_steps": windows.width,
     }
     total = float(np.min([parts["share"], parts["alignment"], parts["drift"]]))
     if not np.isfinite(total):
         return _undetermined(parts, _missing(parts))
+    if min(float(parts["share"]), float(parts["alignment"])) >= POSSIBLE:
+        parts["chance"] = _chance(grams, windows)
     row = onset(logit(shares[:, captor]), base=float(logit(base)[captor]), final=float(logit(final)[captor]))
-    return Capture(
-        score=total,
-        verdict=_verdict(total, min(float(parts["share"]), float(parts["alignment"]))),
-        role=captor,
-        index=row,
-        step=as_step(steps, row),
-        parts=parts,
-    )
+    return Capture(total, _verdict(total, parts), captor, row, as_step(steps, row), parts)
 
 
 def _undetermined(parts: Mapping[str, float | str], missing: str) -> Capture:
@@ -125,17 +143,44 @@ def _missing(parts: Mapping[str, float | str]) -> str:
     return "reply lengths and format violations of five steps in both windows"
 
 
-def _verdict(value: float, gradients: float) -> str:
-    if value >= CAPTURE:
+def _verdict(total: float, parts: Mapping[str, float | str]) -> str:
+    gradients = min(float(parts["share"]), float(parts["alignment"]))
+    chance = float(parts["chance"])  # NaN, which is below nothing, where the gradients changed too little
+    if float(parts["share_final"]) <= float(parts["share_expected_final"]):
+        return "none"
+    if total >= CAPTURE and chance <= SURE_CAPTURE:
         return "capture"
-    if gradients >= DOMINANCE:
+    if gradients >= DOMINANCE and chance <= SURE_DOMINANCE:
         return "dominance"
-    return "possible" if value >= POSSIBLE else "none"
+    return "possible" if total >= POSSIBLE and chance <= SURE_POSSIBLE else "none"
+
+
+def _chance(grams: Array, windows: Windows) -> float:
+    """Returns how often the steps in random order show some role rise as much in share and alignment."""
+    alignments = derive.alignments(grams)
+    others = (alignments.sum(axis=1, keepdims=True) - alignments) / (alignments.shape[1] - 1)
+    series = np.concatenate([logit(derive.diagonal_share(grams)), alignments - others], axis=1)
+    usable = np.isfinite(series).all(axis=1)
+    return permutation.chance(series[usable].T, _takeover, *windows.num_usable(usable))
+
+
+def _takeover(base: Array, final: Array) -> Array:
+    """Returns the weaker contrast, of share and of alignment, of the role with the largest final share.
+
+    Args:
+        base: `[..., 2R, B]`, log odds of the roles' shares, then their alignments above the others'.
+        final: `[..., 2R, F]`, the same.
+    """
+    num_roles = base.shape[-2] // 2
+    captor = np.argmax(np.median(final[..., :num_roles, :], axis=-1), axis=-1)[..., None, None]
+    own = np.concatenate([captor, captor + num_roles], axis=-2)
+    pair = (np.take_along_axis(part, own, axis=-2) for part in (base, final))
+    return permutation.contrast(*pair).min(axis=-1)
 
 
 def _checked_replies(values: ArrayLike, grams: Array, *, name: str, largest: float) -> Array:
     """Returns a per-role record of replies as `[T, R]`, NaN allowed."""
-    array = np.asarray(values, dtype=np.float64)
+    array = real_array(values, name=name)
     if array.shape != grams.shape[:2]:
         raise SchemaError(
             f"{name} has shape {array.shape}, role_gram {grams.shape}: expected {grams.shape[:2]}, [T, R]."
@@ -201,82 +246,17 @@ def _finding(run: xr.DataTree, series: PolicySeries) -> Finding:
     capture = find_capture(
         series.role_gram(),
         role_means(run, "response_tokens_mean", roles, series.steps),
-        role_means(run, "violation_fraction", roles, series.steps),
+        role_means(run, "violation_fraction", roles, series.steps, largest=1.0),
         step=series.steps,
+        role_rows=role_rows(run, series),
     )
-    evidence = {"policy": series.policy, "score": capture.score, **capture.parts}
-    evidence["share_expected"] = expected = _expected_share(run, series, capture)
-    subject = f"policy '{series.policy}'"
-    if capture.role is None:
-        reason = too_few(series.role_gram()) or f"the log lacks {capture.parts['missing']}"
-        sentence = f"Role capture of {subject}: cannot be told, {reason}."
-        return Finding("capture", None, None, capture.verdict, evidence, sentence)
-    role = roles[capture.role]
-    first, last = (percent(float(capture.parts[name])) for name in ("share_base", "share_final"))
-    share = f"from {first} to {last}"
-    if capture.verdict == "none":
-        sentence = (
-            f"Role capture of {subject}: none. The largest energy share at the end is that of '{role}', "
-            f"{share} from the first to the last fifth; score {score(capture.score)} (capture from "
-            f"{CAPTURE:g}).{_imbalance(float(capture.parts['share_base']), expected)}"
-        )
-        return Finding("capture", None, None, capture.verdict, evidence, sentence)
-    sentence = _change_sentence(capture, role, share, subject, roles)
-    return Finding("capture", role, capture.step, capture.verdict, evidence, sentence)
-
-
-def _expected_share(run: xr.DataTree, series: PolicySeries, capture: Capture) -> float:
-    """Returns the captor's energy share in the first window if roles differed in their counts only."""
-    windows = windows_for(series.steps.size)
-    shares = derive.role_shares(run, series.policy)
-    if capture.role is None or windows is None or "expected_energy" not in shares:
-        return float("nan")
-    own = shares["expected_energy"].sel(role=series.role_names()[capture.role])
-    return float(windows.medians(own.values)[0])
-
-
-def _imbalance(base: float, expected: float) -> str:
-    """Returns a caution where a role was heavy from the start: what happened earlier cannot be seen."""
-    shares = logit(np.array([base, expected]))
-    if not shares[0] - shares[1] > 2.0 * SHARE_UNIT:
-        return ""
-    return (
-        f" It was imbalanced from the start: its number of rows alone would give it {percent(expected)}. A "
-        "capture before the first fifth would look like this."
-    )
-
-
-def _change_sentence(capture: Capture, role: str, share: str, subject: str, roles: list[str]) -> str:
-    heads = {
-        "capture": f"Role '{role}' took over {subject}",
-        "dominance": f"Role '{role}' came to dominate {subject}",
-        "possible": f"Role '{role}' may have taken over {subject}",
+    evidence = {
+        "policy": series.policy,
+        "verdict": capture.verdict,
+        "score": capture.score,
+        **capture.parts,
     }
-    parts = capture.parts
-    numbers = f"share {parts['share']:.2f}, alignment {parts['alignment']:.2f}, drift {parts['drift']:.2f}"
-    ending = (
-        "no other role's replies drifted enough to call it capture"
-        if capture.verdict == "dominance"
-        else f"meanwhile the replies of '{roles[int(parts['drift_role'])]}' drifted ({_drift_words(parts)})"
-    )
-    return (
-        f"{heads[capture.verdict]} from about {at_step(capture.step)}: its share of gradient energy went "
-        f"{share} from the first to the last fifth of the run and the joint gradient turned towards it; "
-        f"{ending}. Score {score(capture.score)} (capture from {CAPTURE:g}; {FALSE_ALARMS}; {numbers}), "
-        f"drift read from {parts['drift_from']}. The log shows that these went together, not what made what: "
-        "a replay without that role's gradient tests it."
-    )
-
-
-def _drift_words(parts: Mapping[str, float | str]) -> str:
-    words = []
-    if float(parts["drift_length"]) > 0:
-        words.append(
-            f"reply length changed {np.exp(float(parts['drift_length']) * LENGTH_UNIT):.2f}-fold more than "
-            "its own"
-        )
-    if float(parts["drift_violation"]) > 0:
-        words.append(
-            f"format violations up by {100 * float(parts['drift_violation']) * VIOLATION_UNIT:.0f} points"
-        )
-    return ", ".join(words)
+    sentence = capture_sentence(capture, series)
+    if capture.role is None or capture.verdict == "none":
+        return Finding("capture", None, None, capture.verdict, evidence, sentence)
+    return Finding("capture", roles[capture.role], capture.step, capture.verdict, evidence, sentence)

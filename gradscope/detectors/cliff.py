@@ -9,7 +9,7 @@ import xarray as xr
 from numpy.typing import ArrayLike
 
 from gradscope.detectors.finding import Evidence, Finding, Skipped
-from gradscope.detectors.series import need, table
+from gradscope.detectors.series import sound_evaluations, table
 from gradscope.detectors.wording import at_step, percent, points, score
 from gradscope.stats.evaluations import (
     Evaluations,
@@ -123,9 +123,9 @@ def detect(run: xr.DataTree) -> list[Finding]:
     """Looks for a terminal accuracy cliff in each data set, under each sampling setting on its own.
 
     Raises:
-        Skipped: The run holds no evaluations.
+        Skipped: The run holds no evaluations, or counts that cannot be.
     """
-    need(run, "eval", "num_correct", "num_total")
+    sound_evaluations(run)
     every = evaluation_series(run)
     if not every:
         raise Skipped("no evaluation of the run has counts")
@@ -155,6 +155,7 @@ def _finding(setting: Setting, series: Evaluations, resumed: list[float]) -> Fin
         "depth_low": cliff.interval[0],
         "depth_high": cliff.interval[1],
         "num_evaluations": int(step.size),
+        "break_step": cliff.step,
         "peak": float(series.accuracy[best]),
         "peak_step": int(step[best]),
     }
@@ -166,9 +167,8 @@ def _finding(setting: Setting, series: Evaluations, resumed: list[float]) -> Fin
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
     if cliff.verdict == "none":
         sentence = (
-            f"Accuracy cliff on {where}: none in {evidence['num_evaluations']} evaluated steps; of all "
-            f"late breaks {at_step(cliff.step)} looks most like one, with score {score(cliff.score)} (a "
-            f"cliff above {FOUND:g})."
+            f"Accuracy cliff on {where}: none in {evidence['num_evaluations']} evaluated steps; the most "
+            f"cliff-like break, {at_step(cliff.step)}, scores {score(cliff.score)} (a cliff above {FOUND:g})."
         )
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
     sentence = _fall_sentence(cliff, evidence) + _cautions(cliff.step, step, resumed)

@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from gradscope.detectors.finding import Evidence, Finding
-from gradscope.detectors.series import all_steps, need, slot_roles, table
+from gradscope.detectors.series import all_steps, need, slot_roles, sound, table
 from gradscope.detectors.wording import percent
 from gradscope.stats.windows import FEWEST_VALID, FRACTION, SHORTEST
 
@@ -58,9 +58,10 @@ def detect(run: xr.DataTree) -> list[Finding]:
     """Says in how many rows and steps there was an advantage other than 0; little of it is a finding.
 
     Raises:
-        Skipped: The run does not count rows with signal.
+        Skipped: The run does not count rows with signal, or its counts cannot be.
     """
-    updates = need(run, "updates", "num_rows", "num_signal_rows")
+    updates = need(run, "updates", "num_rows", "num_signal_rows", "step")
+    sound(updates, "updates", "num_signal_rows", largest=sound(updates, "updates", "num_rows"))
     roles = slot_roles(run)
     reward = _mean_reward(run)
     steps = all_steps(run)

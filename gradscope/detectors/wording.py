@@ -29,6 +29,16 @@ def score(value: float) -> str:
     return f"{value:.2f}" if np.isfinite(value) else "not available"
 
 
+def span(width: float) -> str:
+    """Returns which steps were compared and how, from the number of steps in each window."""
+    return f"from the first {width:.0f} to the last {width:.0f} steps (medians over steps)"
+
+
+def by_chance(chance: float) -> str:
+    """Returns how often reordered steps change as much, as a clause."""
+    return f"the run's own steps in random order change as much in {percent(chance)} of orders"
+
+
 def too_few(grams: NDArray[np.float64]) -> str:
     """Returns why two windows of `[T, N, N]` cannot be compared; empty where enough steps have signal."""
     windows = windows_for(grams.shape[0])
@@ -37,11 +47,10 @@ def too_few(grams: NDArray[np.float64]) -> str:
     alive = np.asarray(np.isfinite(np.diagonal(grams, axis1=1, axis2=2)).all(axis=1))
     if not alive.any():
         return f"no step of {alive.size} had signal"
-    base, final = int(alive[windows.base].sum()), int(alive[windows.final].sum())
+    base, final = windows.num_usable(alive)
     if min(base, final) >= FEWEST_VALID:
         return ""
-    width = windows.base.stop
     return (
-        f"the first {width} steps hold {base} and the last {width} hold {final} with signal: {FEWEST_VALID} "
-        "are needed in both"
+        f"the first {windows.width} steps hold {base} and the last {windows.width} hold {final} with signal: "
+        f"{FEWEST_VALID} are needed in both"
     )

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gradscope.errors import SchemaError
+from gradscope.stats.arrays import real_array
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -112,7 +113,7 @@ def order_evaluations(num_correct: ArrayLike, num_total: ArrayLike, step: ArrayL
     if step is None:
         places = np.arange(correct.size)
         return Evaluations(correct, total, places.astype(np.float64), places)
-    steps = np.asarray(step, dtype=np.float64)
+    steps = real_array(step, name="step")
     if steps.shape != correct.shape:
         raise SchemaError(f"step has shape {steps.shape}, num_correct {correct.shape}: give one step a row.")
     if not np.isfinite(steps).all():
@@ -155,11 +156,7 @@ def dispersion(correct: Array, total: Array) -> Array:
 
 def _checked_counts(num_correct: ArrayLike, num_total: ArrayLike) -> tuple[Array, Array]:
     """Returns both counts as `[E]`, or says which row cannot be a count."""
-    try:
-        correct = np.asarray(num_correct, dtype=np.float64)
-        total = np.asarray(num_total, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise SchemaError(f"num_correct and num_total must be arrays of numbers: {error}.") from error
+    correct, total = real_array(num_correct, name="num_correct"), real_array(num_total, name="num_total")
     if correct.ndim != 1:
         raise SchemaError(f"num_correct has shape {correct.shape}: give one number for each evaluation, [E].")
     try:
@@ -168,8 +165,14 @@ def _checked_counts(num_correct: ArrayLike, num_total: ArrayLike) -> tuple[Array
         raise SchemaError(
             f"num_total has shape {total.shape}, num_correct {correct.shape}: give one total, or one a row."
         ) from error
+    unusable = ~(np.isfinite(correct) & np.isfinite(total))
+    if unusable.any():
+        row = int(np.argmax(unusable))
+        raise SchemaError(
+            f"evaluation {row} ({correct[row]:g} of {total[row]:g}) is not a finite number: drop that "
+            "evaluation."
+        )
     rules = [
-        (~(np.isfinite(correct) & np.isfinite(total)), "is not a finite number: drop that evaluation"),
         ((correct % 1 != 0) | (total % 1 != 0), "is not whole: give counts of problems, not accuracies"),
         (total < 1, "has no problems: num_total must be at least 1"),
         (correct < 0, "is negative: num_correct must be at least 0"),

@@ -6,15 +6,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gradscope.errors import SchemaError
+from gradscope.stats.arrays import real_array
 
 Array = NDArray[np.float64]
 
+ROUNDING = 1e-6
+"""Part of the product of two norms by which a product may be off."""
 SMALLEST_SHARE = 1e-6
 """Shares are kept this far from 0 and 1 before a logit is taken."""
 
 
 def checked_grams(grams: ArrayLike, *, name: str, least: int) -> Array:
-    """Returns Gram matrices as float64 `[T, N, N]`, with what is not finite as NaN.
+    """Returns Gram matrices as float64 `[T, N, N]`; NaN stands for what is missing.
 
     Args:
         grams: What the caller gave.
@@ -22,23 +25,53 @@ def checked_grams(grams: ArrayLike, *, name: str, least: int) -> Array:
         least: Smallest N that makes sense.
 
     Raises:
-        SchemaError: It is not `[T, N, N]`, N is too small, or a squared norm is negative.
+        SchemaError: It is not `[T, N, N]`, N is too small, or a matrix holds no products of real vectors.
     """
-    try:
-        array = np.asarray(grams, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise SchemaError(f"{name} must be an array of numbers: {error}.") from error
+    array = real_array(grams, name=name)
     if array.ndim != 3 or array.shape[1] != array.shape[2]:
         raise SchemaError(f"{name} has shape {array.shape}: expected one square matrix a step, [T, N, N].")
     if array.shape[1] < least:
         raise SchemaError(
             f"{name} has shape {array.shape}: there must be at least {least} gradients to compare."
         )
-    diagonals = np.diagonal(array, axis1=1, axis2=2)
-    if (diagonals < 0).any():
-        row, column = np.argwhere(diagonals < 0)[0]
-        raise SchemaError(f"{name}[{row}, {column}, {column}] is negative: a diagonal holds squared norms.")
-    return np.where(np.isfinite(array), array, np.nan)
+    fault = gram_fault(array)
+    if fault:
+        row, first, second, complaint = fault
+        raise SchemaError(
+            f"{name}[{row}, {first}, {second}] is {complaint}: each matrix must hold the products of real "
+            "vectors; use NaN for what is missing or overflowed."
+        )
+    return array
+
+
+def gram_fault(grams: Array) -> tuple[int, int, int, str] | None:
+    """Returns where and why `[T, N, N]` cannot hold products of gradients; None where it can.
+
+    NaN is no fault: it stands for what is missing.
+    """
+    squares = np.diagonal(grams, axis1=1, axis2=2)
+    sizes = np.sqrt(np.where(np.isfinite(squares) & (squares >= 0), squares, np.nan))
+    largest = sizes[:, :, None] * sizes[:, None, :]
+    finite = np.where(np.isfinite(grams), grams, 0.0)
+    both = np.isfinite(grams) & np.isfinite(grams.transpose(0, 2, 1))
+    difference = np.where(both, np.abs(finite - finite.transpose(0, 2, 1)), 0.0)
+    faults = (
+        (np.isinf(grams), "an infinite product"),
+        (
+            (grams < 0) & np.eye(grams.shape[1], dtype=bool),
+            "a negative squared norm",
+        ),
+        (difference > ROUNDING * largest, "a product that differs from its mirror image"),
+        (
+            np.abs(finite) > (1.0 + ROUNDING) * largest,
+            "a product larger than the two norms allow",
+        ),
+    )
+    for broken, complaint in faults:
+        if broken.any():
+            row, first, second = (int(place) for place in np.argwhere(broken)[0])
+            return row, first, second, complaint
+    return None
 
 
 def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
@@ -49,7 +82,7 @@ def checked_steps(step: ArrayLike | None, num_steps: int) -> Array | None:
     """
     if step is None:
         return None
-    steps = np.asarray(step, dtype=np.float64)
+    steps = real_array(step, name="step")
     if steps.shape != (num_steps,):
         raise SchemaError(f"step has shape {steps.shape}, expected ({num_steps},): one step a row.")
     if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):

@@ -36,6 +36,15 @@ class Windows:
     base: slice
     final: slice
 
+    @property
+    def width(self) -> int:
+        """Steps in each window."""
+        return int(self.base.stop)
+
+    def num_usable(self, usable: NDArray[np.bool_]) -> tuple[int, int]:
+        """Returns how many steps of each window are usable, by `[T]`."""
+        return int(usable[self.base].sum()), int(usable[self.final].sum())
+
     def medians(self, series: Array) -> tuple[Array, Array]:
         """Returns the medians over each window's values of `[T, ...]`; NaN with fewer than five of them."""
         return _centre(series[self.base], np.median), _centre(series[self.final], np.median)

@@ -14,9 +14,10 @@ CHANGES = ("capture", "amplification")
 """What the detectors are to find."""
 HARMLESS = (
     "healthy", "structural", "growth", "common_growth", "dominance", "drift", "temporary", "spikes",
-    "coherence", "size",
+    "coherence", "size", "noisy", "permuted",
 )  # fmt: skip
-"""What they are not to take for it: dominance without drift, drift without it, coherence or size alone."""
+"""What they are not to take for it: dominance without drift, drift without it, coherence or size
+alone, stationary noise as large as small runs have it, and a take-over whose steps stand in random order."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,12 @@ class _Latent:
 
 
 def gradient_series(
-    kind: str, *, roles: Mapping[str, int], num_steps: int, generator: np.random.Generator
+    kind: str,
+    *,
+    roles: Mapping[str, int],
+    num_steps: int,
+    generator: np.random.Generator,
+    step_noise: float = 0.0,
 ) -> GradientSeries:
     """Returns the series of a workflow whose roles have the given numbers of slots.
 
@@ -63,9 +69,13 @@ def gradient_series(
         roles: Role to number of slots, in order.
         num_steps: T.
         generator: Source of all randomness.
+        step_noise: Standard deviation of more noise in the roles' log norms, independent from step to step;
+            small runs have 0.5 to 1.15.
     """
     names = list(roles)
     latent = _wandering(len(names), num_steps, generator)
+    if step_noise:
+        latent.log_norm += step_noise * generator.standard_normal(latent.log_norm.shape)
     changed, onset = _plant(kind, latent, list(roles.values()), generator)
     copies = np.repeat(np.arange(len(names)), list(roles.values()))
     return GradientSeries(
@@ -128,9 +138,11 @@ def _plant(
     elif kind == "temporary":
         bump = np.exp(-0.5 * ((np.arange(num_steps) / num_steps - 0.5) / 0.08) ** 2)
         latent.log_norm[:, role] += generator.uniform(0.7, 1.5) * bump
-    if kind in ("capture", "dominance"):
+    elif kind == "noisy":
+        latent.log_norm += generator.uniform(0.5, 1.15) * generator.standard_normal((num_steps, num_roles))
+    if kind in ("capture", "dominance", "permuted"):
         growth = max(generator.uniform(0.6, 1.5), _behind(latent, role, copies) + 0.3)
-        latent.log_norm[:, role] += growth * ramp
+        latent.log_norm[:, role] += growth * (generator.permutation(ramp) if kind == "permuted" else ramp)
     if kind in ("capture", "drift"):
         _drift(latent, role, ramp, generator)
     if kind in ("amplification", "coherence", "size"):

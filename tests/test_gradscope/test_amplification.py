@@ -58,11 +58,10 @@ def test_a_copy_that_sits_out_does_not_look_like_a_smaller_gradient():
     assert find_amplification(part).score == pytest.approx(find_amplification(grams).score, rel=1e-12)
 
 
-def test_dead_and_broken_steps_are_passed_over():
+def test_dead_steps_are_passed_over():
     grams = obvious()
     grams[::4] = np.nan
     grams[1::9] = 0.0
-    grams[2::11] = np.inf
     result = find_amplification(grams)
     assert result.verdict == "amplification"
     assert abs(result.index - 60) <= 2
@@ -82,7 +81,10 @@ def test_four_steps_in_a_window_are_too_few():
     assert find_amplification(grams).verdict == "undetermined"
 
 
-@pytest.mark.parametrize("grams", [np.ones((50, 1, 1)), np.ones((50, 2)), np.ones((50, 2, 3)), -obvious()])
+@pytest.mark.parametrize(
+    "grams",
+    [np.ones((50, 1, 1)), np.ones((50, 2)), np.ones((50, 2, 3)), -obvious(), np.inf * np.ones((50, 2, 2))],
+)
 def test_impossible_grams_are_refused(grams):
     with pytest.raises(ValueError, match="slot_gram"):
         find_amplification(grams)

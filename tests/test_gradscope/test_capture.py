@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gradscope import derive, find_capture, synthetic
+from gradscope.errors import SchemaError
 
 WORKFLOWS = (
     {"generator": 3, "aggregator": 1},
@@ -150,7 +151,7 @@ def test_splitting_a_slot_does_not_matter():
     [
         (lambda g, t, v: (g[0], t, v), r"role_gram has shape \(3, 3\)"),
         (lambda g, t, v: (g[:, :1, :1], t[:, :1], v[:, :1]), "at least 2 gradients"),
-        (lambda g, t, v: (-g, t, v), r"role_gram\[0, 0, 0\] is negative"),
+        (lambda g, t, v: (-g, t, v), r"role_gram\[0, 0, 0\] is a negative"),
         (lambda g, t, v: (g, t[:5], v), r"role_tokens has shape \(5, 3\)"),
         (lambda g, t, v: (g, -t, v), r"role_tokens\[0, 0\] = -100"),
         (lambda g, t, v: (g, t, t), r"role_violation\[0, 0\] = 100 is not between 0 and 1"),
@@ -159,6 +160,36 @@ def test_splitting_a_slot_does_not_matter():
 def test_impossible_input_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         find_capture(*change(*obvious()))
+
+
+def asymmetric(gram):
+    gram[7, 0, 1] = 0.5
+    return gram
+
+
+def impossible(gram):
+    gram[7, 0, 1] = gram[7, 1, 0] = 1.00001
+    return gram
+
+
+def infinite(gram):
+    gram[7, 1, 1] = np.inf
+    return gram
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (asymmetric, r"role_gram\[7, 0, 1\] is a product that differs from its mirror image"),
+        (impossible, r"role_gram\[7, 0, 1\] is a product larger than the two norms allow"),
+        (infinite, r"role_gram\[7, 1, 1\] is an infinite product"),
+        (lambda gram: gram + 0j, "role_gram must be an array of real numbers"),
+    ],
+)
+def test_matrices_that_are_no_products_of_real_vectors_are_refused(change, message):
+    gram, tokens, violation = obvious()
+    with pytest.raises(SchemaError, match=message):
+        find_capture(change(gram), tokens, violation)
 
 
 @pytest.mark.parametrize("step", [np.arange(99), np.zeros(100), np.arange(100)[::-1]])

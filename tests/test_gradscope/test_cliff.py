@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gradscope import find_cliff, synthetic
+from gradscope.detectors import cliff as detector
 from gradscope.errors import GradscopeError
 from gradscope.stats.two_window import fall_p_value, strongest_fall
 
@@ -115,7 +116,7 @@ def test_early_falls_and_recovered_ones_are_no_cliffs():
         (([0, 0], 0), "evaluation 0 .* no problems"),
         (([[1, 2]], 100), r"shape \(1, 2\)"),
         (([1, 2], [3, 3, 3]), r"num_total has shape \(3,\)"),
-        ((["a", "b"], 3), "must be arrays of numbers"),
+        ((["a", "b"], 3), "num_correct must be an array of real numbers"),
     ],
 )
 def test_impossible_counts_are_refused(arguments, message):
@@ -222,3 +223,23 @@ def test_rates_of_finding_and_of_false_alarm():
 @pytest.mark.slow
 def test_rates_of_finding_and_of_false_alarm_on_many_runs():
     check_rates(1000, seed=2)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_counts_that_are_not_finite_are_refused_without_a_warning(bad):
+    counts = np.full(20, 5.0)
+    counts[3] = bad
+    for arguments in ((counts, np.full(20, 9.0)), (np.full(20, 5.0), counts)):
+        with pytest.raises(ValueError, match=r"evaluation 3 \(.*\) is not a finite number"):
+            find_cliff(*arguments)
+
+
+def test_complex_counts_are_refused():
+    with pytest.raises(ValueError, match="num_correct must be an array of real numbers"):
+        find_cliff(np.full(20, 5.0 + 1j), 9)
+
+
+def test_what_was_not_found_is_said_with_its_level():
+    run, _ = synthetic.make_run("healthy", seed=0, num_steps=40, num_evaluations=20)
+    (finding,) = detector.detect(run)
+    assert f"the most cliff-like break, step {finding.evidence['break_step']}, scores" in finding.sentence

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.detectors import amplification, capture, cliff
-from gradscope.stats import two_window
+from gradscope.detectors import amplification, capture, capture_words, cliff
+from gradscope.stats import permutation, two_window
 from gradscope.warner import WarnerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -44,11 +44,15 @@ def test_the_rates_that_findings_quote_are_in_the_tables():
     assert f"{words(curves['all without'][1])} of simulated curves" in cliff.FALSE_ALARMS
     assert f"{words(curves['all without, 30 problems'][1])} of those with 30" in cliff.FALSE_ALARMS
     runs = written["Capture: verdict"]
-    assert f"{words(runs['all without'][0])} of simulated runs" in capture.FALSE_ALARMS
-    assert f"{words(runs['drift'][0])} of those whose replies drift" in capture.FALSE_ALARMS
+    quoted = capture_words.FALSE_ALARMS
+    assert f"{words(runs['all without'][0])} of simulated runs" in quoted["capture"]
+    assert f"{words(runs['drift'][0])} of those whose replies drift" in quoted["capture"]
+    assert f"{words(runs['healthy'][1])} of simulated runs" in quoted["dominance"]
+    assert f"{words(runs['noisy'][1])} of those with noisy steps" in quoted["dominance"]
+    assert f"{words(runs['all without'][2])} of simulated runs" in quoted["possible"]
     copies = written["Amplification: verdict"]["all without"]
-    assert f"{words(copies[0])} reach that" in amplification.FALSE_ALARMS
-    assert f"{words(sum(copies))} reach 0.4" in amplification.FALSE_ALARMS
+    assert f"{words(copies[0])} of simulated runs" in amplification.FALSE_ALARMS["amplification"]
+    assert f"{words(copies[1])} of simulated runs" in amplification.FALSE_ALARMS["possible"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,12 @@ def test_the_rates_that_findings_quote_are_in_the_tables():
         f"|d log tokens_k|) / {capture.LENGTH_UNIT:g}, d violation_R / {capture.VIOLATION_UNIT:.2f}",
         f"| at least {capture.CAPTURE:g} | capture |",
         f"| at least {capture.POSSIBLE:g} | possible |",
+        f"Capture needs chance <= {capture.SURE_CAPTURE:g}, dominance <= {capture.SURE_DOMINANCE:g}, "
+        f"possible <= {capture.SURE_POSSIBLE:g}.",
+        f"chance <= {amplification.SURE:g} for amplification, "
+        f"<= {amplification.SURE_POSSIBLE:g} for possible",
+        f"in {permutation.NUM_ORDERS} orders of the steps",
+        f"at least {permutation.BLOCK} steps",
         f"kappa(base)] / {amplification.COHERENCE_UNIT:g}, [ell(final) - ell(base)] / "
         f"{amplification.SIZE_UNIT:g}",
         f"| at least {amplification.FOUND:g} | amplification |",

@@ -2,6 +2,7 @@
 
 import json
 
+import h5py
 import pytest
 
 from gradscope import cli, detectors, synthetic
@@ -56,6 +57,43 @@ def test_an_unknown_kind_gets_the_nearest_name(runs, capsys):
     assert (code, out) == (2, "")
     assert err.startswith("gradscope: --fail-on: unknown kind of finding 'clif'. Did you mean 'cliff'?")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kinds", ["", " , "])
+def test_no_kind_at_all_is_refused(runs, capsys, kinds):
+    code, out, err = call(capsys, runs / "cliff", "--fail-on", kinds)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"gradscope: --fail-on '{kinds}' names no kind of finding. Allowed: cliff, capture")
+
+
+def test_what_could_not_be_told_passes_with_a_warning(tmp_path, capsys):
+    synthetic.write_run(tmp_path / "run", "no_signal", seed=0, num_steps=30, num_evaluations=10)
+    code, _, err = call(capsys, tmp_path / "run", "--fail-on", "capture,cliff")
+    assert code == 0
+    assert err == (
+        "gradscope: warning: --fail-on capture: it could not be told (too little data, see above).\n"
+    )
+    synthetic.write_run(
+        tmp_path / "own", "healthy", seed=0, num_steps=9, num_evaluations=9, policy="isolated"
+    )
+    code, _, err = call(capsys, tmp_path / "own", "--json", "--fail-on", "capture")
+    assert code == 0
+    assert "capture: it could not be told (no policy is shared by two roles, so none can be" in err
+
+
+def test_damaged_content_is_no_bug(tmp_path, capsys):
+    synthetic.write_run(tmp_path / "run", "cliff", seed=2, num_steps=40, num_evaluations=20)
+    with h5py.File(tmp_path / "run" / "run.h5", "r+") as file:
+        file["updates/gram"][3, 1, 1] = -1.0
+    code, out, err = call(capsys, tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert "capture: /updates/gram has a negative squared norm at update 3" in out
+    assert "ccuracy cliff on 'held_out'" in out
+
+
+def test_the_help_says_what_counts(capsys):
+    _, out, _ = call(capsys, "--help")
+    assert "nor does 'dominance'" in " ".join(out.split())
 
 
 def test_a_run_that_is_not_there_is_one_line(tmp_path, capsys):

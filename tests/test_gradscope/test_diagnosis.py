@@ -9,8 +9,10 @@ import xarray as xr
 
 import gradscope
 from gradscope import detectors, diagnose, synthetic
+from gradscope.detectors import amplification, capture_words
 from gradscope.detectors.finding import Finding, Skipped
-from gradscope.diagnosis import asked_for
+from gradscope.diagnosis import asked_for, untold
+from gradscope.errors import SchemaError
 from gradscope.registry import Registry
 from gradscope.report.text import render
 
@@ -196,11 +198,16 @@ def test_a_resume_close_to_the_onset_is_mentioned():
 def test_json_is_as_designed_and_has_no_nan():
     diagnosis = diagnose(made("no_signal", 0)[0], name="x")
     data = json.loads(diagnosis.to_json(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert list(data) == ["run", "findings", "skipped", "schema_version", "gradscope_version"]
+    keys = ["run", "findings", "not_found", "skipped", "limits", "schema_version", "gradscope_version"]
+    assert list(data) == keys
+    assert data["limits"] == list(diagnosis.limits)
+    quiet = {finding["kind"]: finding["strength"] for finding in data["not_found"]}
+    assert quiet == {"cliff": "none", "capture": "undetermined", "amplification": "undetermined"}
     assert (data["run"], data["schema_version"]) == ("x", "1.0")
     assert data["gradscope_version"] == gradscope.__version__
     fields = ["kind", "role", "step", "strength", "evidence", "sentence"]
     assert [list(finding) for finding in data["findings"]] == [fields]
+    assert all(list(finding) == fields and finding["sentence"] for finding in data["not_found"])
 
 
 def test_missing_numbers_are_null_in_json():
@@ -222,6 +229,51 @@ def test_only_verdicts_of_the_kinds_level_are_asked_for(kind, strength, counts):
     diagnosis = gradscope.Diagnosis("x", (Finding(kind, None, 1, strength),), (), {}, {}, (), "1.0")
     assert bool(asked_for(diagnosis, [kind])) is counts
     assert not asked_for(diagnosis, ["another"])
+
+
+def test_a_path_is_opened(tmp_path):
+    synthetic.write_run(tmp_path / "own", "cliff", seed=2, num_steps=40, num_evaluations=20)
+    for path in (tmp_path / "own", str(tmp_path / "own" / "run.h5")):
+        diagnosis = diagnose(path)
+        assert diagnosis.run == str(path)
+        assert diagnosis.findings == diagnose(gradscope.open_run(path)).findings
+    assert diagnose(tmp_path / "own", name="x").run == "x"
+
+
+@pytest.mark.parametrize("run", [None, 3, {}])
+def test_what_is_no_run_is_refused(run):
+    with pytest.raises(SchemaError, match="takes an opened run"):
+        diagnose(run)
+
+
+def test_dominance_has_its_own_word_for_a_machine():
+    finding = next(
+        finding
+        for seed in range(6)
+        for finding in diagnose(made("dominance", seed)[0]).findings
+        if finding.strength == "dominance"
+    )
+    assert finding.kind == "capture"
+    assert finding.evidence["verdict"] == "dominance"
+    assert finding.evidence["chance"] <= 0.01
+    assert finding.evidence["window_steps"] == 24
+    assert "from the first 24 to the last 24 steps (medians over steps)" in finding.sentence
+    assert "in random order change as much" in finding.sentence
+
+
+def test_each_verdict_quotes_its_own_rate():
+    assert len(set(capture_words.FALSE_ALARMS.values())) == 3
+    for kind, rates in (("dominance", capture_words.FALSE_ALARMS), ("capture", capture_words.FALSE_ALARMS),
+                        ("amplification", amplification.FALSE_ALARMS)):  # fmt: skip
+        for seed in range(4):
+            for finding in diagnose(made(kind, seed)[0]).findings:
+                if finding.strength in rates:
+                    assert rates[finding.strength] in finding.sentence
+
+
+def test_what_could_not_be_told_is_known():
+    assert untold(diagnose(made("no_signal", 0)[0]), ["capture", "cliff", "signal"]) == ["capture"]
+    assert untold(diagnose(xr.DataTree()), ["cliff"]) == ["cliff"]
 
 
 def test_skipped_carries_its_reason():

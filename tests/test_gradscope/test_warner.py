@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradscope import Warner
-from gradscope.errors import ConfigError
+from gradscope.errors import ConfigError, SchemaError
 from gradscope.warner import WarnerSettings, replay
 
 
@@ -109,3 +109,15 @@ def test_impossible_settings_and_series_are_refused():
         WarnerSettings(fewest=200)
     with pytest.raises(ValueError, match=r"expected \[T\]"):
         replay([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize("value", ["a", "1", None, [1.0, 2.0], 1j])
+def test_what_is_no_number_is_refused(value):
+    for arguments, name in (((value, 1.0), "log_norm"), ((1.0, value), "coherence")):
+        with pytest.raises(SchemaError, match=f"Warner.update: {name}"):
+            Warner().update(*arguments)
+
+
+def test_settings_must_be_settings():
+    with pytest.raises(ConfigError, match="Warner takes WarnerSettings, not str 'x'"):
+        Warner("x")
