@@ -90,7 +90,8 @@ def draw_reference(
     window = smoothing_window(cell)
     line = over_runs([smooth(series, window) for series in per_run])
     axes.plot(
-        line["step"], line["mean"], color=colour, linestyle=dashes, linewidth=1.0, label=label, marker="_",
+        line["step"], line["mean"], color=colour, linestyle=dashes, linewidth=1.0, label=label,
+        marker="_" if dashes == "--" else ".",
         markevery=_lonely(line["mean"].values).tolist(),
     )  # fmt: skip
     return _rows(columns, name, line["mean"], num_runs=line["num_runs"])
