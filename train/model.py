@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -87,14 +88,19 @@ def check_lengths(section: ModelSection, rollout: RolloutSection) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and notices of coming renames out of our output."""
-    had_bars = logging.is_progress_bar_enabled()
+    """Keeps progress bars, retries and notices of coming renames out of our output."""
+    had_bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    hub_level = hub_logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
+        logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
         if had_bars:
             logging.enable_progress_bar()
 
@@ -110,12 +116,12 @@ def _load(loader: Any, path: str, **options: Any) -> Any:
                 return loader.from_pretrained(
                     source, local_files_only=local_only, trust_remote_code=False, **options
                 )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever the readers make of a damaged folder
             failure = error
     where = (
         "the folder cannot be read" if on_disk else "it is neither in the local cache nor could it be fetched"
     )
-    reason = " ".join(str(failure).split())[:200]
+    reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:160]
     raise ConfigError(
         f"model.path: '{path}' cannot be loaded: {where} ({reason}). "
         "Give a folder with a complete model, or download the model first."

@@ -82,6 +82,9 @@ class Policies:
             ValueError: They are of an adapter with other modules or another rank.
         """
         mine = self.saved_weights(name)
+        ranks, theirs = ({v.shape[0] for k, v in found.items() if "lora_A" in k} for found in (mine, weights))
+        if ranks != theirs:
+            raise ValueError(f"policy.rank is {sorted(ranks)}, the saved adapter has {sorted(theirs)}")
         if mine.keys() != weights.keys() or any(mine[k].shape != v.shape for k, v in weights.items()):
             raise ValueError("names or shapes of the adapter differ")
         for key, tensor in mine.items():
@@ -122,13 +125,15 @@ def _add_adapters(model: torch.nn.Module, names: Sequence[str], section: PolicyS
             warnings.simplefilter("ignore", FutureWarning)
             # It warns of merging adapters of tied layers, which is not done here.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # Checkpoints name tensors themselves, so an adapter may be called like a part of PEFT's names.
+            warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
             peft = get_peft_model(model, lora, adapter_name=names[0])
             for name in names[1:]:
                 peft.add_adapter(name, lora)
     except ValueError as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigError(
-            f"policy.target_modules={modules!r} does not fit: {' '.join(str(error).split())[:200]}. "
-            "Set policy.target_modules=all-linear."
+            f"policy.target_modules={modules!r} does not fit: {reason}. Set policy.target_modules=all-linear."
         ) from error
     return peft.eval()
 

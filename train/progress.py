@@ -12,6 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gradscope.train.report import StepReport
 
+BAR_WIDTH = 20
+FACTS_WIDTH = 82
+"""Columns that counts, facts and remaining time take at most."""
+
 
 class RunProgress:
     """An `on_step` callback that prints; a context manager.
@@ -81,9 +85,13 @@ class RunProgress:
         return f"reward {reward:.3f}{accuracy}, {speed:.0f} tokens/s, probes {share:.1%}"
 
     def _make_live(self) -> Progress:
+        # The facts come first: a narrow terminal goes without the bar, then without the name.
+        room = self.console.width - FACTS_WIDTH - len(self.title)
+        name = [TextColumn("{task.description}", markup=False)] if room > 0 else []
+        bar = [BarColumn(bar_width=BAR_WIDTH)] if room > BAR_WIDTH else []
         return Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
+            *name,
+            *bar,
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}", markup=False),
             TimeRemainingColumn(),

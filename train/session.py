@@ -16,6 +16,7 @@ from gradscope.train.episode import Problem, Task, Workflow
 from gradscope.train.metrics import mean, slot_metrics
 from gradscope.train.model import check_lengths, load_chat, load_model
 from gradscope.train.policy import Policies
+from gradscope.train.preflight import check_learning, check_prompts, check_texts
 from gradscope.train.probing import Probe
 from gradscope.train.problem_order import training_indices
 from gradscope.train.rewards import make_samples, takes_part
@@ -63,14 +64,17 @@ class Session:
         self.task: Task = build_task(config.task)
         self.workflow: Workflow = build_workflow(config.workflow)
         self.routing = resolve_routing(config.policy.routing, self.workflow.slots)
+        check_texts(self.task, self.workflow, config)
         check_lengths(config.model, config.rollout)
-        load_chat(config.model)  # refuses a tokenizer before the weights are read
+        check_prompts(self.task, self.workflow, load_chat(config.model), config)
         # PEFT and transformers draw numbers for what is then overwritten; the caller's stay as they are.
         with torch.random.fork_rng(devices=[]):
             model = load_model(config.model)
             self.policies = Policies(
                 model, self.routing, section=config.policy, optim=config.optim, seed=config.train.seed
             )
+        for adapter in self.policies.peft.peft_config.values():
+            adapter.base_model_name_or_path = config.model.path  # as configured, not where it lies here
         self.chat: Chat = load_chat(config.model, model)
         self.engine = HFEngine(
             self.policies.network,
@@ -116,6 +120,8 @@ class Session:
         rolled_out = time.perf_counter()
         self.probe.seconds = 0.0
         samples = make_samples(episodes, self.config.algorithm)
+        if step == 1:
+            check_learning(episodes, samples)
         updates = self._update(step, [sample for sample in samples if takes_part(sample)])
         seconds = {
             "rollout": rolled_out - begin,

@@ -39,7 +39,8 @@ def resolve_model(path: str) -> str:
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"model.path: folder '{path}' holds no config.json, so no transformers model.")
         return path
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+    is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    if is_hub_id and not Path(path).parent.is_dir():
         return path
     raise ConfigError(
         f"model.path: there is no folder '{path}'.{nearest(path, NAMES)} Give an existing model folder, "

@@ -1,7 +1,6 @@
 """The configuration: presets, cells, overrides, round trip, and one line for every way to get it wrong."""
 
 import pytest
-import yaml
 
 from gradscope.errors import ConfigError, GradscopeError, UnknownNameError
 from gradscope.train.config import (
@@ -120,6 +119,16 @@ def test_the_configuration_is_frozen_and_every_key_has_help():
         ("demo", ["workflow.name=votin"], "unknown workflow 'votin'. Did you mean 'voting'?"),
         ("demo", ["task.difficlty=3"], "'task.difficlty'. Did you mean 'difficulty'?"),
         ("demo", ["train.steps=soon"], "train.steps is 'soon'"),
+        ("demo", ["train.steps=true"], "train.steps is True: input should be a number"),
+        ("demo", ["optim.learning_rate=true"], "input should be a number, not true or false"),
+        ("demo", ["workflow.num_generators=true"], "workflow.num_generators is True: input should be"),
+        ("demo", ["algorithm.clip_low=1"], "algorithm.clip_low is 1"),
+        (
+            "demo",
+            ["policy.routing={generator: 1, aggregator: a}"],
+            "or a map from role or slot to",
+        ),
+        ("demo", ["policy.routing={generator: a, generator: b}"], "the value is not valid YAML"),
         ("demo", ["train"], "expected section.key=value"),
         ("demo", ["steps=3"], "expected section.key=value"),
         ("demo", ["train.steps=[1"], "the value is not valid YAML"),
@@ -157,8 +166,15 @@ def test_malformed_files(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_config(file)
-    file.write_text("")
-    assert load_config(file).train.steps == yaml.safe_load(to_yaml(load_config(file)))["train"]["steps"]
+    for text, message in (
+        ("", "holds nothing"),
+        ("train:\n  steps: 3\n  steps: 4\n", "'steps' stands twice.* line 3"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_config(file)
+    file.write_text("\ufefftrain: {steps: 3}\n", encoding="utf-8")
+    assert load_config(file).train.steps == 3
 
 
 def test_routing():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import gradscope
+from gradscope.errors import ConfigError
 from gradscope.train import run
 from gradscope.train.checkpoint import checkpoint_steps, find_checkpoint
 from gradscope.train.loop import cpu_threads
@@ -164,14 +165,26 @@ def test_a_run_in_a_thread_catches_no_signal(small, tmp_path):
 
 
 def test_dropped_episodes_are_an_event_and_no_crash(small, tmp_path):
-    config = small("voting-isolated-stack_code", "rollout.max_prompt_tokens=5", "train.steps=2")
-    result = run(config, out=tmp_path / "run")
-    assert result.step == 2
-    tree = gradscope.open_run(tmp_path / "run")
-    assert list(tree["events"]["kind"].values).count("dropped_episodes") == 2
-    assert np.isnan(tree["train"]["episode_reward_mean"]).all()
-    assert all(evaluation.num_dropped == 8 for evaluation in result.evaluations)
-    assert all(evaluation.accuracy == 0 for evaluation in result.evaluations)
+    session = Session(small("single-shared-arithmetic"))
+    prompts = (next(session.workflow.play(problem))[0].messages for problem in session.problems(1))
+    shortest = min(len(session.chat.encode(messages)) for messages in prompts)
+    session.close()
+    limit = f"rollout.max_prompt_tokens={shortest}"
+    config = small("single-shared-arithmetic", limit, "train.steps=1", "rollout.num_problems=12")
+    run(config, out=tmp_path / "run")
+    assert "dropped_episodes" in gradscope.open_run(tmp_path / "run")["events"]["kind"].values
+
+
+def test_a_run_that_drops_everything_stops(small, tmp_path):
+    with pytest.raises(ConfigError, match=r"split 'train' have .*max_prompt_tokens=\d+ or more"):
+        run(small("voting-isolated-stack_code", "rollout.max_prompt_tokens=5"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    session = Session(small())
+    first = len(session.chat.encode(next(session.workflow.play(session.problems(1)[0]))[0].messages))
+    session.close()
+    config = small("voting-isolated-stack_code", f"rollout.max_prompt_tokens={first + 1}", "evaluate.every=0")
+    with pytest.raises(ConfigError, match=r"every episode .* was dropped; first: aggregator/0 has"):
+        run(config, out=tmp_path / "run")
 
 
 def test_threads_are_put_back():

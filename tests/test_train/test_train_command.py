@@ -123,6 +123,18 @@ def report(step):
     )
 
 
+def test_a_narrow_terminal_shows_the_facts_whole():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, highlight=False)
+    with RunProgress("voting-isolated-stack_code", print_every=5, console=console) as progress:
+        for step in range(21):
+            progress(report(step))
+    last = [line for line in stream.getvalue().splitlines() if "20/20" in line][-1]
+    assert "reward 0.250, accuracy 0.500" in last
+    assert "probes 1.0%" in last
+    assert "…" not in last
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_with_and_without_a_terminal(terminal):
     stream = io.StringIO()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gradscope.errors import ConfigError, nearest
 from gradscope.train.config.checks import check_config
 from gradscope.train.config.plugins import check_options
-from gradscope.train.config.presets import resolve_layers
+from gradscope.train.config.presets import load_yaml, resolve_layers
 from gradscope.train.config.sections import PLUGIN_SECTIONS, Config, section_model
 from gradscope.train.tasks import TASKS
 from gradscope.train.workflows import WORKFLOWS
@@ -74,7 +74,7 @@ def _override_layer(override: str) -> dict[str, Any]:
     if not equals or key.count(".") != 1 or not all(key.split(".")):
         raise ConfigError(f"override '{override}': expected section.key=value, such as train.steps=100.")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML. Put it in quotes.") from error
     section, _, name = key.partition(".")
@@ -129,7 +129,10 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     # Members of a union appear in the location after the key; the key itself is what the user wrote.
     place = ".".join(str(part) for part in problem["loc"][:2])
-    return f"{place} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
+    found = problem["msg"].removeprefix("Value error, ")
+    help_text = describe_keys().get(place, "")
+    allowed = f" Allowed: {help_text}" if help_text else ""
+    return f"{place} is {problem['input']!r}: {found[0].lower()}{found[1:]}.{allowed}"
 
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:

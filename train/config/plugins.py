@@ -57,6 +57,8 @@ def plugin_parameters(factory: Callable[..., Any]) -> dict[str, inspect.Paramete
 def _convert(kind: str, name: str, value: Any, factory: Callable[..., Any]) -> Any:
     target = factory.__init__ if inspect.isclass(factory) else factory
     hint = get_type_hints(target).get(name, Any)
+    if isinstance(value, bool) and hint in (int, float):
+        raise ConfigError(f"{kind}.{name} is {value!r}: input should be a number, not true or false.")
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:

@@ -43,7 +43,8 @@ def describe_presets() -> dict[str, str]:
     described = {name: _description(FOLDER / f"{name}.yaml") for name in preset_names()}
     described[CELL] = (
         f"A cell put together on the spot; workflows: {', '.join(WORKFLOWS.names())}; "
-        f"tasks: {', '.join(TASKS.names())}; scales: {', '.join(scale_names())}."
+        f"tasks: {', '.join(TASKS.names())}; scales: {', '.join(scale_names())}. "
+        f"The smallest scale has compact prompts, which math_jsonl lacks: it needs a larger one."
     )
     return described
 
@@ -91,7 +92,7 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
         ConfigError: The file is absent, malformed or no mapping.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = load_yaml(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}). Give a preset or a YAML file."
@@ -99,10 +100,33 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
-        return {}
+        raise ConfigError(f"{file}: holds nothing. Expected sections such as 'train:'.")
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: holds a {type(content).__name__}, expected sections such as 'train:'.")
     return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML and refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key '{key.value}' stands twice; keep one", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_yaml(text: str) -> Any:
+    """Returns what a YAML text holds.
+
+    Raises:
+        yaml.YAMLError: It is malformed, or has a key twice.
+    """
+    return yaml.load(text, Loader=_Loader)
 
 
 def _cell_layers(name: str) -> list[dict[str, Any]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from gradscope.train.episode import Style
 
@@ -19,6 +19,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+            raise ValueError("input should be a number, not true or false")
+        return value
 
 
 class PluginSection(Section):
@@ -111,7 +119,7 @@ class AlgorithmSection(Section):
     """Added to the deviation."""
     singleton: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one: 0, or reward / (1 + eps) as the reference study has it."""
-    clip_low: float = Field(default=0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """Lower clipping range of the probability ratio."""
     clip_high: float = Field(default=0.28, ge=0)
     """Upper clipping range of the probability ratio."""

@@ -85,7 +85,7 @@ def read_problems(path: Path) -> list[Problem]:
         DataError: The file cannot be read, holds no problem, or a line lacks what is needed.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read as UTF-8 text ({error}). Give the path of a JSONL file."
@@ -115,8 +115,8 @@ def _problem(question: str, answer: str) -> Problem:
 def _read_line(line: str, where: str) -> tuple[str, str]:
     """Returns the question and the bare answer of one line."""
     try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where}: not a JSON object ({error}). Each line must be one JSON object."
         ) from error
@@ -125,6 +125,10 @@ def _read_line(line: str, where: str) -> tuple[str, str]:
             f"{where}: found {type(record).__name__}, expected a JSON object with question and final_answer."
         )
     return _read_question(record, where), _read_answer(record, where)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON; write a number or text")
 
 
 def _read_question(record: Mapping[str, object], where: str) -> str:
