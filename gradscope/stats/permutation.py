@@ -61,7 +61,7 @@ def contrast(base: Array, final: Array) -> Array:
 def block_length(series: Array) -> int:
     """Returns how many neighbouring steps of `[C, T]` hang together, in the column where most do.
 
-    One and a half times the integrated autocorrelation time (its estimate is low in short series) of what is
+    1.5 times the integrated autocorrelation time (its estimate is low in short series), less 1, of what is
     left when one step change is taken out: with that left in, every change would count as memory.
     """
     num_steps = series.shape[1]
