@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import xarray as xr
 
+from gradscope import schema
+
 ALWAYS = (
     "what made what: a log shows what went together; a replay without one role's gradient tests it",
     "whether another seed would do the same: one run is one seed",
@@ -12,7 +14,8 @@ ALWAYS = (
 
 def unanswerable(run: xr.DataTree) -> tuple[str, ...]:
     """Returns the questions that this run's log leaves open, each with what is missing."""
-    limits = list(ALWAYS)
+    damage = str(run.attrs.get(schema.DAMAGE, "")).rstrip(".")
+    limits = [*([f"what stood where the log is damaged: {damage}"] if damage else []), *ALWAYS]
     if not _has(run, "eval", "num_correct"):
         limits.append("whether accuracy held: the log holds no evaluations")
     if not _has(run, "updates", "gram"):

@@ -90,3 +90,10 @@ def test_the_detector_is_skipped_and_the_others_go_on(damage, detector, reason):
     heard = {finding.kind for finding in (*diagnosis.findings, *diagnosis.quiet)}
     assert heard >= ({"signal"} if detector != "signal" else {"cliff"}) - set(diagnosis.skipped)
     assert len(diagnosis.skipped) < 4
+
+
+def test_the_diagnosis_says_where_the_log_is_damaged():
+    run = sample().copy(deep=True)
+    assert not any("damaged" in limit for limit in diagnose(run).limits)
+    run.attrs["damage"] = "3 records are lost."
+    assert diagnose(run).limits[0] == "what stood where the log is damaged: 3 records are lost"
