@@ -31,7 +31,11 @@ def demo(
         typer.echo(render(diagnose(run, name=str(folder))), nl=False)
     typer.echo("\nThe two runs side by side")
     for sentence in contrast(runs):
-        typer.echo(textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    "))
+        typer.echo(
+            textwrap.fill(
+                sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
+            )
+        )
     paths = " ".join(str(folder) for folder in folders.values())
     typer.echo(f"\nBoth runs are kept. To draw them: gradscope figures {paths} -o {out / 'figures'}")
 

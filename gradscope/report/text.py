@@ -34,5 +34,10 @@ def _section(title: str, entries: Iterable[str]) -> Iterator[str]:
     yield title
     for entry in entries:
         yield textwrap.fill(
-            entry, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_long_words=False
+            entry,
+            WIDTH,
+            initial_indent="  - ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
