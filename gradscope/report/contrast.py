@@ -81,8 +81,9 @@ def _skill(sampled: Progress, greedy: Progress) -> str:
         return "The sampled rise is within the noise of the evaluation."
     if greedy.interval[0] <= 0:
         return (
-            "The greedy rise is within that noise: as far as can be told, samples moved towards what the "
-            "model already answered with its most probable tokens (sharpening), and no new skill shows."
+            "The greedy rise is within the noise of its evaluation: as far as can be told, samples moved "
+            "towards what the model already answered with its most probable tokens (sharpening), and no new "
+            "skill shows."
         )
     return "Greedy answers rose too, so part of the rise is more than sharper sampling."
 

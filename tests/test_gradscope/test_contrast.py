@@ -50,7 +50,7 @@ def test_sharpening_is_told_from_new_answers(tmp_path):
     noise = write(tmp_path / "c", sampled=[(0, 150), (3, 155)], greedy=[(0, 160), (3, 161)])
     texts = contrast({"a": sharp, "b": skill, "c": noise})
     assert "from 0.500 to 0.767 (+0.267" in texts[0]
-    assert "(sharpening), and no new skill shows" in texts[0]
+    assert "(sharpening)" in texts[0]
     assert "more than sharper sampling" in texts[1]
     assert "within the noise" in texts[2]
 
