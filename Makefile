@@ -23,8 +23,8 @@ bench: install
 	$(BIN)/pytest tests/benchmarks -m benchmark -s -p no:xdist
 
 lint: install
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 install: $(STAMP)
