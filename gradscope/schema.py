@@ -53,9 +53,9 @@ DIM_DESCRIPTIONS = {
 EXTRA_CONTRIBUTORS = ("decay", "carried")
 
 EVENT_KINDS = (
-    "resume", "checkpoint", "nonfinite_update", "skipped_update", "alarm", "intervention", "config_change",
-    "probe_disabled", "coverage", "disk_full", "compaction_failed", "dropped_records", "dropped_episodes",
-    "failed",
+    "resume", "checkpoint", "checkpoint_damaged", "checkpoint_failed", "nonfinite_update", "skipped_update",
+    "alarm", "intervention", "config_change", "probe_disabled", "coverage", "disk_full", "compaction_failed",
+    "dropped_records", "dropped_episodes", "episodes_not_recorded", "failed",
 )  # fmt: skip
 """Kinds that our own code writes and readers know; a caller's own kinds are kept as they are."""
 
