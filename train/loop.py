@@ -122,7 +122,7 @@ class _Run:
                 f"{self.folder}: the weights after step {self.state.step} could not be saved ({self.lost}); "
                 f"those of step {self.saved_step} are kept. Make room, then add --resume."
                 if self.saved_step >= 0
-                else f"{self.folder}: no weights could be saved ({self.lost}). Make room and start again in another folder."
+                else f"{self.folder}: no weights could be saved ({self.lost}). Make room, use another folder."
             )
         return RunResult(
             self.folder,
