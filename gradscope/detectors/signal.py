@@ -28,6 +28,7 @@ class Signal:
         alive: Steps in which at least one had.
         num_alive_last: Of these, steps in the last fifth of the run (ten steps at least).
         num_steps: Steps of the run.
+        last_step: The last step of the run.
     """
 
     num_rows: float
@@ -35,6 +36,7 @@ class Signal:
     alive: tuple[float, ...]
     num_alive_last: int
     num_steps: int
+    last_step: float
 
     @property
     def strength(self) -> str:
@@ -86,6 +88,7 @@ def _measure(updates: xr.Dataset, slots: list[str], steps: np.ndarray) -> Signal
         alive=tuple(alive.astype(float).tolist()),
         num_alive_last=int((alive >= last[0]).sum()),
         num_steps=int(steps.size),
+        last_step=float(steps[-1]),
     )
 
 
@@ -116,7 +119,8 @@ def _sentence(signal: Signal, role: str | None, reward: float, last: float) -> s
     context = f" The last such step is step {last:g}." if signal.alive else ""
     if np.isfinite(reward):
         context += f" The mean episode reward was {reward:.3g}."
-    if signal.strength != "strong" and len(signal.alive) >= SPARSE * signal.num_steps:
+    often = len(signal.alive) >= SPARSE * signal.num_steps
+    if signal.strength != "strong" and often and last < signal.last_step:
         head = "Signal faded out"
     return (
         f"{head}{where}: {signal.counts()}.{context} Without it a gradient is zero or noise, so shares, "

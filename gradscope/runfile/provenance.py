@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gradscope import __version__
 from gradscope.schema import SCHEMA_VERSION
 
 _PACKAGES = ("numpy", "scipy", "h5py", "xarray", "torch", "transformers", "peft", "tokenizers", "trl", "vllm")
@@ -29,7 +30,7 @@ def root_attributes(
     """Returns the root attributes of a new run."""
     attributes: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "gradscope_version": installed("gradscope-rl") or "unknown",
+        "gradscope_version": __version__,
         "run_id": uuid.uuid4().hex,
         "created_at": now(),
         "config_json": config_json(config),

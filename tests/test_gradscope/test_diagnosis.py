@@ -90,6 +90,15 @@ def test_signal_that_fades_is_said_and_no_verdict_rests_on_the_rest():
     assert finding.evidence["last_step_with_signal"] == 59
 
 
+def test_signal_that_lasts_to_the_end_has_not_faded():
+    run, _ = synthetic.make_run("healthy", seed=0, num_steps=20, num_evaluations=9)
+    run["updates"]["num_signal_rows"][:] = 0
+    run["updates"]["num_signal_rows"][np.r_[0:10, 19]] = 4
+    (finding,) = [found for found in diagnose(run).findings if found.kind == "signal"]
+    assert finding.sentence.startswith("Little signal:")
+    assert "The last such step is step" in finding.sentence
+
+
 def test_noise_without_signal_is_not_judged():
     # Gradients of rows without advantage: rounding, which points anywhere.
     run, _ = synthetic.make_run("capture", seed=1)
