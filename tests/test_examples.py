@@ -42,3 +42,11 @@ def test_all_figures_are_rebuilt_from_the_examples(tmp_path, capsys):
         assert {file.suffix for file in tmp_path.glob(f"{name}.*")} == {".pdf", ".png", ".csv"}
         with (tmp_path / f"{name}.csv").open() as stream:
             assert len(list(csv.DictReader(stream))) > 20
+
+
+def test_a_fall_in_the_last_evaluation_is_not_said_to_have_lasted():
+    findings = diagnose(open_run(EXAMPLES / "voting-shared-stack_code-seed1")).findings
+    (cliff,) = [found for found in findings if found.kind == "cliff" and found.established]
+    assert "accuracy fell at step 100, the last one evaluated, from" in cliff.sentence
+    assert "stayed down" not in cliff.sentence
+    assert "rests on the final evaluation alone" in cliff.sentence

@@ -171,20 +171,22 @@ def _finding(setting: Setting, series: Evaluations, resumed: list[float]) -> Fin
             f"cliff-like break, {at_step(cliff.step)}, scores {score(cliff.score)} (a cliff above {FOUND:g})."
         )
         return Finding("cliff", None, None, cliff.verdict, evidence, sentence)
-    sentence = _fall_sentence(cliff, evidence) + _cautions(cliff.step, step, resumed)
+    at_the_end = cliff.step == step[-1]
+    sentence = _fall_sentence(cliff, evidence, at_the_end=at_the_end) + _cautions(cliff.step, step, resumed)
     return Finding("cliff", None, cliff.step, cliff.verdict, evidence, sentence)
 
 
-def _fall_sentence(cliff: Cliff, evidence: Evidence) -> str:
+def _fall_sentence(cliff: Cliff, evidence: Evidence, *, at_the_end: bool) -> str:
     heads = {
         "strong": "Strong accuracy cliff",
         "cliff": "Accuracy cliff",
         "possible": "Possible accuracy cliff",
     }
     low, high = (100.0 * bound for bound in cliff.interval)
+    lasting = ", the last one evaluated" if at_the_end else " and stayed down to the end of the run"
     return (
-        f"{heads[cliff.verdict]} on {evidence['setting']}: accuracy fell at {at_step(cliff.step)} and stayed "
-        f"down to the end of the run, from {percent(cliff.before)} to {percent(cliff.after)}, by "
+        f"{heads[cliff.verdict]} on {evidence['setting']}: accuracy fell at {at_step(cliff.step)}{lasting}, "
+        f"from {percent(cliff.before)} to {percent(cliff.after)}, by "
         f"{points(cliff.depth)} (95 % interval {low:.1f} to {high:.1f}). Score {score(cliff.score)} (a cliff "
         f"above {FOUND:g}, strong above {STRONG:g}; {FALSE_ALARMS}); a run that never falls looks like this "
         f"with p = {cliff.p_value:.2g}. The best single evaluation, "

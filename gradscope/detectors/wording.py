@@ -31,7 +31,7 @@ def score(value: float) -> str:
 
 def span(width: float) -> str:
     """Returns which steps were compared and how, from the number of steps in each window."""
-    return f"from the first {width:.0f} to the last {width:.0f} steps (medians over steps)"
+    return f"from the first {width:.0f} to the last {width:.0f} steps (medians over those with a gradient)"
 
 
 def by_chance(chance: float) -> str:

@@ -165,8 +165,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        # Never written in place, so no lock is needed, and some network file systems have none.
-        with h5py.File(path, "r", locking=False) as file:
+        with _unlocked(path) as file:
             yield file
     except RunFileError:
         raise
@@ -175,6 +174,17 @@ def _opened(path: Path) -> Iterator[h5py.File]:
             f"{path}: not a readable run file ({' '.join(str(error).split())}). Expected an HDF5 file that "
             "RunWriter wrote, whole. Was the copy cut short? Copy it again, with the journals beside it."
         ) from error
+
+
+def _unlocked(path: Path) -> h5py.File:
+    """Opens a file that is never written in place, so needs no lock; some network file systems have none."""
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        # HDF5 refuses this where the process has the file open with locks, as plain xarray opens it.
+        if "locking" not in str(error):
+            raise
+        return h5py.File(path, "r")
 
 
 def _head(file: h5py.File, path: Path) -> Content:

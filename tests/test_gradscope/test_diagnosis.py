@@ -266,7 +266,7 @@ def test_dominance_has_its_own_word_for_a_machine():
     assert finding.evidence["verdict"] == "dominance"
     assert finding.evidence["chance"] <= 0.01
     assert finding.evidence["window_steps"] == 24
-    assert "from the first 24 to the last 24 steps (medians over steps)" in finding.sentence
+    assert "from the first 24 to the last 24 steps (medians over those with a gradient)" in finding.sentence
     assert "in random order change as much" in finding.sentence
 
 

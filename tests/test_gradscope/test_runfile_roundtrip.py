@@ -255,3 +255,12 @@ def test_writing_loads_no_xarray_and_reading_no_torch(tmp_path):
         "assert 'torch' not in sys.modules and 'scipy.stats' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_run_opens_while_others_have_its_file_open(tmp_path):
+    with RunWriter(tmp_path / "run", slots={"a/0": "a"}, policies={"a": "p"}) as writer:
+        writer.append(1, metrics={"loss": 0.5})
+    file = tmp_path / "run" / "run.h5"
+    with xr.open_datatree(file, engine="h5netcdf") as plain, h5py.File(file, "r"):
+        assert float(open_run(tmp_path / "run")["train"]["loss"][0]) == 0.5
+        assert float(plain["train"]["loss"][0]) == 0.5

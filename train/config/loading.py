@@ -131,7 +131,7 @@ def _first_problem(error: ValidationError) -> str:
     place = ".".join(str(part) for part in problem["loc"][:2])
     found = problem["msg"].removeprefix("Value error, ")
     help_text = describe_keys().get(place, "")
-    allowed = f" Allowed: {help_text}" if help_text else ""
+    allowed = f" It means: {help_text}" if help_text else ""
     return f"{place} is {problem['input']!r}: {found[0].lower()}{found[1:]}.{allowed}"
 
 

@@ -86,7 +86,11 @@ def read_problems(path: Path) -> list[Problem]:
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}). Give the path of a JSONL file."
+        ) from error
+    except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: cannot be read as UTF-8 text ({error}). Give the path of a JSONL file."
         ) from error
