@@ -16,23 +16,11 @@ import typer.core
 import typer.main
 
 from gradscope.errors import GradscopeError, nearest
+from gradscope.extras import extra_of
 
 # Some releases of typer carry their own copy of click, so its errors are reached through typer's own.
 UsageError: Any = typer.BadParameter.__mro__[1]
 CommandLineError: Any = typer.BadParameter.__mro__[2]
-
-# Packages that only some jobs need, and the extra that brings them.
-EXTRAS = {
-    "torch": "train",
-    "transformers": "train",
-    "peft": "train",
-    "safetensors": "train",
-    "pydantic": "train",
-    "jinja2": "train",
-    "matplotlib": "figures",
-    "pandas": "figures",
-    "gguf": "smollm",
-}
 
 EXIT_USER_ERROR = 2
 EXIT_BUG = 3
@@ -129,11 +117,10 @@ def _run(arguments: list[str] | None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and (package := (error.name or "").partition(".")[0]) in EXTRAS
-        ):
-            sys.exit(_fail(_missing(package), EXIT_USER_ERROR))
+        if isinstance(error, ModuleNotFoundError):
+            package = (error.name or "").partition(".")[0]
+            if extra := extra_of(package):
+                sys.exit(_fail(_missing(package, extra), EXIT_USER_ERROR))
         import traceback
 
         traceback.print_exc()
@@ -141,10 +128,10 @@ def _run(arguments: list[str] | None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _missing(package: str) -> str:
+def _missing(package: str, extra: str) -> str:
     return (
         f"this command needs the package {package}, which is not installed. "
-        f"Run 'pip install \".[{EXTRAS[package]}]\"' in the source folder of gradscope."
+        f"Run 'pip install \".[{extra}]\"' in the source folder of gradscope."
     )
 
 

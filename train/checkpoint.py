@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gradscope.errors import RunFileError
-from gradscope.train.durable import sync, write_atomically
+from gradscope.runfile.durable import sync, write_atomically
 from gradscope.train.policy import Policies
 
 FOLDER = "checkpoints"

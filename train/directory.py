@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gradscope.errors import GradscopeError, RunFileError
+from gradscope.runfile.durable import write_atomically
 from gradscope.runfile.paths import RunPaths
 from gradscope.train.checkpoint import FOLDER, checkpoint_steps
 from gradscope.train.config import Config, load_config, to_yaml
 from gradscope.train.config.presets import scale_names, scale_of
-from gradscope.train.durable import write_atomically
 
 CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
 

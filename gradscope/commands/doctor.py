@@ -16,14 +16,8 @@ from typing import Annotated
 
 import typer
 
-NEEDS = {
-    "diagnosis": ("numpy", "scipy", "xarray", "h5py", "h5netcdf"),
-    "figures": ("matplotlib", "pandas"),
-    "probes": ("torch",),
-    "training": ("torch", "transformers", "peft", "safetensors", "pydantic", "jinja2"),
-    "GGUF models": ("gguf",),
-}
-EXTRAS = {"figures": "figures", "probes": "probes", "training": "train", "GGUF models": "smollm"}
+from gradscope.extras import EXTRAS, NEEDS
+from gradscope.runfile.durable import sync
 
 
 @dataclass(frozen=True)
@@ -152,9 +146,5 @@ def _replaces(scratch: Path) -> bool:
 
 
 def _syncs_folder(scratch: Path) -> bool:
-    descriptor = os.open(scratch, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(scratch)
     return True

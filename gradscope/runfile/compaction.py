@@ -14,7 +14,7 @@ from typing import Any
 from gradscope.runfile import store
 from gradscope.runfile.batch import join
 from gradscope.runfile.content import Content
-from gradscope.runfile.journal import sync_directory
+from gradscope.runfile.durable import sync
 from gradscope.runfile.journals import check_same_run, read_journal
 from gradscope.runfile.load import Pending, empty_content, pending_rows, read_file, read_head
 from gradscope.runfile.paths import RunPaths
@@ -89,7 +89,7 @@ def publish(paths: RunPaths, data: bytes) -> None:
     except BaseException:
         paths.temporary.unlink(missing_ok=True)
         raise
-    sync_directory(paths)
+    sync(paths.directory)
 
 
 def delete(journals: Iterable[Path]) -> None:

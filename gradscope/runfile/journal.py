@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from gradscope.runfile import frames
+from gradscope.runfile.durable import sync
 from gradscope.runfile.paths import RunPaths
 
 
@@ -92,7 +93,7 @@ class JournalWriter:
             temporary.unlink(missing_ok=True)
             raise
         if self._fsync:
-            sync_directory(self._paths)
+            sync(self._paths.directory)
         return descriptor, len(data)
 
     def _write(self, data: bytes) -> bool:
@@ -118,12 +119,3 @@ class JournalWriter:
                 self._waiting.remove(waiting)
                 self.num_dropped += 1
                 return
-
-
-def sync_directory(paths: RunPaths) -> None:
-    """Forces created, renamed and deleted names of the run's folder to the disk."""
-    descriptor = os.open(paths.directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

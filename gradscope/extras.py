@@ -1,0 +1,21 @@
+"""Which packages each job needs, and which extra of this distribution brings them."""
+
+from __future__ import annotations
+
+NEEDS = {
+    "diagnosis": ("numpy", "scipy", "xarray", "h5py", "h5netcdf"),
+    "figures": ("matplotlib", "pandas"),
+    "probes": ("torch",),
+    "training": ("torch", "transformers", "peft", "safetensors", "pydantic", "jinja2"),
+    "GGUF models": ("gguf",),
+}
+"""Job to its packages; diagnosis needs nothing beyond the plain installation."""
+
+EXTRAS = {"figures": "figures", "probes": "probes", "training": "train", "GGUF models": "smollm"}
+"""Job to the extra that brings its packages."""
+
+
+def extra_of(package: str) -> str | None:
+    """Returns the largest extra that brings a package; None for one that no extra brings."""
+    found = [extra for job, extra in EXTRAS.items() if package in NEEDS[job]]
+    return found[-1] if found else None
