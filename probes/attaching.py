@@ -9,9 +9,9 @@ from typing import Literal
 from torch import nn
 
 from gradscope.errors import ProbeError, nearest
-from gradscope.probes.capture import Tap
 from gradscope.probes.routing import route_slots
 from gradscope.probes.scope import Scope
+from gradscope.probes.taps.capture import Tap
 from gradscope.probes.targets import find_targets
 
 Mode = Literal["auto", "observe"]

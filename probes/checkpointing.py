@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from gradscope.probes.capture import Collector
+from gradscope.probes.taps.capture import Collector
 
 ATTRIBUTE = "_gradient_checkpointing_func"
 """Where modules of transformers keep the checkpoint function that enabling gives them."""

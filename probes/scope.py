@@ -11,10 +11,10 @@ from torch import nn
 
 from gradscope.errors import ProbeError, nearest
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.capture import Collector, Tap
 from gradscope.probes.checkpointing import bind_checkpointing
 from gradscope.probes.record import check_policy_without_rows, driven_policies, make_record
 from gradscope.probes.rows import RowBatch, read_rows
+from gradscope.probes.taps.capture import Collector, Tap
 from gradscope.probes.targets import Layout
 from gradscope.probes.verify import Verification, compare_with_masked_loss, untouched
 from gradscope.runfile.update import UpdateRecord

@@ -16,8 +16,8 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.capture import Collector
 from gradscope.probes.rows import RowBatch
+from gradscope.probes.taps.capture import Collector
 
 
 @dataclass(frozen=True)

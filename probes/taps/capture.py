@@ -17,8 +17,8 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.products import add_products, row_axes
 from gradscope.probes.rows import RowBatch
+from gradscope.probes.taps.products import add_products, row_axes
 from gradscope.probes.targets import Target
 
 REENTRANT = (
