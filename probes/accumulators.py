@@ -1,7 +1,7 @@
-"""One policy's slot gradients between two optimizer steps, and the Gram matrix and checks taken from them.
+"""One policy's gradients by cell between two optimizer steps, and the Gram matrix and checks taken from them.
 
-Legend: K slots of the policy, P numbers of its covered parameters. The sums are slot-major, so that the Gram
-matrix of all parameters of one device and dtype is one product.
+Legend: C cells and K slots of the policy (`gradscope.probes.cells`), P numbers of its covered parameters. The
+sums are cell-major, so that the Gram matrix of all parameters of one device and dtype is one product.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gradscope.probes.cells import Cells
+from gradscope.probes.reduction import Reduction
+from gradscope.probes.segments import Segment, segments_of
 from gradscope.probes.targets import Policy
-
-CHUNK = 1 << 20
-"""Columns turned into float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The sums `[K, P]` of the parameters of one device and dtype, in the order of `names`."""
+    """The sums `[C, P]` of the parameters of one device and dtype, in the order of `names`."""
 
     sums: torch.Tensor
     names: tuple[str, ...]
@@ -30,19 +30,26 @@ class Block:
 
 @dataclass(frozen=True)
 class Summary:
-    """What an update comes to.
+    """What an update comes to, over all processes.
 
     Attributes:
-        gram: Inner products of the slot gradients, `[K, K]`, float64.
+        cells: What the axes of `cell_gram` stand for.
+        cell_gram: Inner products of the cells' gradients, `[C, C]`, float64.
         grad_norm: Norm of what autograd left in `.grad`, over all trainable parameters of the policy.
         covered_norm: The same over covered parameters.
-        gap: Norm of (sum of the slot gradients - what autograd left), over covered parameters.
+        gap: Norm of (sum of the cells' gradients - what autograd left), over covered parameters.
     """
 
-    gram: NDArray[np.float64]
+    cells: Cells
+    cell_gram: NDArray[np.float64]
     grad_norm: float
     covered_norm: float
     gap: float
+
+    @property
+    def gram(self) -> NDArray[np.float64]:
+        """Inner products of the slot gradients, `[K, K]`."""
+        return self.cells.gram(self.cell_gram)
 
     @property
     def residual(self) -> float:
@@ -55,42 +62,63 @@ class Summary:
 
     @property
     def finite_norm(self) -> float:
-        """The larger of `covered_norm` and the root of the summed squares of the slots; 0 where not finite.
+        """The larger of `covered_norm` and the root of the summed squares of the cells; 0 where not finite.
 
-        Slots may cancel in the sum, so that rounding is measured against what was added up.
+        Cells may cancel in the sum, so that rounding is measured against what was added up.
         """
-        norm = max(self.covered_norm, math.sqrt(max(float(np.trace(self.gram)), 0.0)))
+        norm = max(self.covered_norm, math.sqrt(max(float(np.trace(self.cell_gram)), 0.0)))
         return norm if math.isfinite(norm) else 0.0
 
 
 class SlotAccumulators:
-    """Sums `[K, *shape]` of every covered parameter of one policy.
+    """Sums `[C, *shape]` of every covered parameter of one policy.
 
     They are float64 where the parameter is, float32 otherwise. Memory is taken when the first gradient
     arrives and kept from update to update.
+
+    Args:
+        policy: The policy.
+        cells: Its cells to begin with.
+        reduction: How they become those of the whole update.
+
+    Attributes:
+        closed: Whether the sums are those of an update that has its record; what arrives next starts anew.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, cells: Cells, reduction: Reduction) -> None:
         self.policy = policy
+        self.cells = cells
+        self.reduction = reduction
+        self.closed = False
         self._dtypes: set[torch.dtype] = set()
         self.eps = max(torch.finfo(parameter.dtype).eps for parameter in policy.covered.values())
         self._seen: set[int] = set()
         self._blocks: list[Block] = []
-        self._slots: dict[int, torch.Tensor] = {}
+        self._stacked: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def stacked(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Returns the sums `[K, *shape]` of a parameter, to be added to."""
-        if not self._blocks:
-            self._allocate()
+        """Returns the sums `[C, *shape]` of a parameter, to be added to."""
+        self._open()
         self._seen.add(id(parameter))
-        return self._slots[id(parameter)]
+        return self._stacked[id(parameter)]
 
     def separate(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """Returns the K sums of a parameter, each of its shape, to be added to."""
-        self._allocate()
+        """Returns the C sums of a parameter, each of its shape, to be added to."""
+        self._open()
         self._seen.add(id(parameter))
         return self._views[id(parameter)]
+
+    def halve(self) -> None:
+        """Divides the cells by halves of the problems; what is there goes to the first half."""
+        if self.cells.num_halves == 2:
+            return
+        before, self._blocks = self._blocks, []
+        self.cells = self.cells.halved()
+        if before:
+            self._allocate()
+            for old, new in zip(before, self._blocks, strict=True):
+                new.sums[: len(old.sums)] = old.sums
 
     def note_precision(self, dtype: torch.dtype) -> None:
         """Remembers the rounding step of the coarsest type that went into the sums."""
@@ -105,30 +133,50 @@ class SlotAccumulators:
 
     def gradients(self, slot: int) -> dict[str, torch.Tensor]:
         """Returns copies of one slot's gradients by parameter name; zeros where nothing arrived."""
-        self._allocate()
-        return {name: self._views[id(p)][slot].clone() for name, p in self.policy.covered.items()}
+        self._open()
+        cells = self.cells.of_slot(slot)
+        return {name: self._stacked[id(p)][cells].sum(0) for name, p in self.policy.covered.items()}
+
+    def close(self) -> None:
+        """Keeps the sums as they are until something arrives or `reset`."""
+        self.closed = True
 
     def reset(self) -> None:
         """Sets the sums to zero for the next update."""
         for block in self._blocks:
             block.sums.zero_()
         self._seen.clear()
+        self.closed = False
+
+    def local_blocks(self) -> list[Block]:
+        """Returns the blocks over all processes, of the numbers that this process accounts for."""
+        self._allocate()
+        covered = self.policy.covered
+        return [
+            Block(self.reduction.local_sums(b.sums, [covered[name].shape for name in b.names]), b.names)
+            for b in self._blocks
+        ]
+
+    def segments(self, block: Block, *, num_rows: int) -> list[Segment]:
+        """Returns the columns of a local block in segments of which `num_rows` rows are looked at at once."""
+        parameters = [self.policy.covered[name] for name in block.names]
+        sizes = [self.reduction.local(parameter).numel() for parameter in parameters]
+        return segments_of(parameters, sizes, num_rows=num_rows, device=block.sums.device)
 
     def summarise(self) -> Summary:
-        """Returns the Gram matrix, and how the sum over slots compares with autograd's gradient."""
-        self._allocate()
-        num_slots = len(self.policy.slots)
-        gram, gap_square, covered_square = np.zeros((num_slots, num_slots)), 0.0, 0.0
-        for block in self._blocks:
+        """Returns the Gram matrix, and how the sum over cells compares with autograd's gradient."""
+        num_cells = len(self.cells)
+        numbers = np.zeros(num_cells * num_cells + 2)
+        for block in self.local_blocks():
             # One copy to the host for each device and dtype.
-            numbers = _products(block.sums, self._autograd_gradient(block)).cpu().numpy()
-            gram += numbers[:-2].reshape(num_slots, num_slots)
-            gap_square += float(numbers[-2])
-            covered_square += float(numbers[-1])
+            numbers += self.reduction.add_up(self._products(block)).cpu().numpy()
+        gram = numbers[:-2].reshape(num_cells, num_cells)
+        gap_square, covered_square = (float(number) for number in numbers[-2:])
         rest = [p.grad for p in self.policy.uncovered.values() if p.grad is not None]
         rest_square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in rest)
         return Summary(
-            gram=(gram + gram.T) / 2,
+            cells=self.cells,
+            cell_gram=(gram + gram.T) / 2,
             grad_norm=math.sqrt(covered_square + rest_square),
             covered_norm=math.sqrt(covered_square),
             gap=math.sqrt(gap_square),
@@ -146,43 +194,41 @@ class SlotAccumulators:
         """Returns the covered parameters whose sums differ most from autograd's gradient, and by how much."""
         gaps = []
         for name, parameter in self.policy.covered.items():
-            total = self._slots[id(parameter)].sum(0)
+            total = self._stacked[id(parameter)].sum(0)
             gap = total if parameter.grad is None else total - parameter.grad
             gaps.append((name, float(torch.linalg.vector_norm(gap))))
         return sorted(gaps, key=lambda item: -item[1])[:number]
 
+    def _open(self) -> None:
+        if self.closed:
+            self.reset()
+        self._allocate()
+
     def _allocate(self) -> None:
         if self._blocks:
             return
-        num_slots = len(self.policy.slots)
+        num_cells = len(self.cells)
         groups: dict[tuple[torch.device, torch.dtype], dict[str, nn.Parameter]] = {}
         for name, parameter in self.policy.covered.items():
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             groups.setdefault((parameter.device, dtype), {})[name] = parameter
         for (device, dtype), parameters in groups.items():
             sizes = [parameter.numel() for parameter in parameters.values()]
-            sums = torch.zeros(num_slots, sum(sizes), device=device, dtype=dtype)
+            sums = torch.zeros(num_cells, sum(sizes), device=device, dtype=dtype)
             for parameter, columns in zip(parameters.values(), sums.split(sizes, dim=1), strict=True):
-                self._slots[id(parameter)] = columns.view(num_slots, *parameter.shape)
-                self._views[id(parameter)] = tuple(self._slots[id(parameter)])
+                self._stacked[id(parameter)] = columns.view(num_cells, *parameter.shape)
+                self._views[id(parameter)] = tuple(self._stacked[id(parameter)])
             self._blocks.append(Block(sums, tuple(parameters)))
 
-    def _autograd_gradient(self, block: Block) -> torch.Tensor:
-        parameters = [self.policy.covered[name] for name in block.names]
-        return torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-        )
-
-
-def _products(sums_KP: torch.Tensor, gradient_P: torch.Tensor) -> torch.Tensor:
-    """Returns the K x K products, |sum over slots - gradient|^2 and |gradient|^2 in one float64 vector."""
-    num_slots = sums_KP.shape[0]
-    result = torch.zeros(num_slots * num_slots + 2, device=sums_KP.device, dtype=torch.float64)
-    for start in range(0, sums_KP.shape[1], CHUNK):
-        sums = sums_KP[:, start : start + CHUNK].double()
-        gradient = gradient_P[start : start + CHUNK].double()
-        gap = sums.sum(0) - gradient
-        result[:-2] += (sums @ sums.T).flatten()
-        result[-2] += gap @ gap
-        result[-1] += gradient @ gradient
-    return result
+    def _products(self, block: Block) -> torch.Tensor:
+        """Returns the C x C products, |sum over cells - gradient|^2, |gradient|^2 in one float64 vector."""
+        num_cells = len(self.cells)
+        result = torch.zeros(num_cells * num_cells + 2, device=block.sums.device, dtype=torch.float64)
+        for segment in self.segments(block, num_rows=num_cells + 2):
+            sums = block.sums[:, segment.start : segment.stop].double()
+            gradient = segment.gather(lambda parameter: parameter.grad, self.reduction)
+            gap = sums.sum(0) - gradient
+            result[:-2] += (sums @ sums.T).flatten()
+            result[-2] += gap @ gap
+            result[-1] += gradient @ gradient
+        return result

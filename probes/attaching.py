@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import nn
@@ -23,6 +23,7 @@ def attach(
     policies: Mapping[str, str] | None = None,
     *,
     mode: Mode = "auto",
+    labels: Sequence[str] = (),
 ) -> Scope:
     """Returns a scope that measures each slot's gradient in the model's own backward passes.
 
@@ -34,6 +35,8 @@ def attach(
         slots: Slot -> role, in the order of every result.
         policies: Role or slot -> policy (adapter name); None sends all to the active adapter.
         mode: `observe` leaves autograd's own weight gradients alone; `auto` chooses it.
+        labels: Second labels that rows may carry beside their slot (right or wrong, sign of the advantage,
+            turn); slots x labels are at most 32.
 
     Raises:
         ProbeError: The model is probed already, has nothing trainable or nothing that can be covered, or a
@@ -63,4 +66,4 @@ def attach(
             f"{layout.reasons[names[0]]}. The Gram matrix leaves them out.",
             stacklevel=2,
         )
-    return Scope(model, slots, layout)
+    return Scope(model, slots, layout, labels=labels)

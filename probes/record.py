@@ -1,18 +1,21 @@
 """Turns the sums of one update into its record, after checking that they add up to autograd's gradient.
 
-Legend: K slots.
+Legend: K slots of the policy, S of all policies, L labels, C cells.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators, Summary
+from gradscope.probes.cells import Cells
 from gradscope.probes.counts import slot_counts
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.targets import Layout, Policy
@@ -45,6 +48,7 @@ def make_record(
     slots: tuple[str, ...],
     optimizer: torch.optim.Optimizer,
     *,
+    labels: tuple[str, ...],
     reference_norm: float,
 ) -> tuple[UpdateRecord, Summary]:
     """Returns the record of one policy's update and the summary that it was checked with.
@@ -54,6 +58,7 @@ def make_record(
         batches: Its micro-batches of this update.
         slots: Names of all slots; those of other policies and those without rows are NaN in the Gram matrix.
         optimizer: The optimizer that is about to step.
+        labels: The declared labels.
         reference_norm: Largest gradient norm of earlier updates; rounding is judged against it when an
             update's own gradient cancels to nothing.
 
@@ -63,20 +68,89 @@ def make_record(
     policy = sums.policy
     summary = sums.summarise()
     _check_sum(sums, summary, reference_norm, tapped=any(batch.tapped for batch in batches))
-    counts = slot_counts(batches, policy.slots, len(slots))
-    with_rows = [index for index in policy.slots if counts["num_rows"][index] > 0]
-    local = [policy.slots.index(index) for index in with_rows]
-    gram = np.full((len(slots), len(slots)), np.nan)
-    gram[np.ix_(with_rows, with_rows)] = summary.gram[np.ix_(local, local)]
+    rows = _count_rows(sums, batches, len(slots))
     record = UpdateRecord(
         policy=policy.name,
         slots=slots,
-        gram=gram,
-        counts=counts,
+        gram=_among_all(summary.gram, rows.there, sums.cells),
+        counts=rows.counts,
         coverage=tuple(policy.uncovered),
         scalars={"grad_norm": summary.grad_norm, "learning_rate": _learning_rate(optimizer, policy)},
+        gram_cross=_gram_cross(summary, rows),
+        labels=labels,
+        label_gram=_label_gram(summary, rows) if labels else None,
     )
     return record, summary
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of an update over all processes.
+
+    Attributes:
+        counts: By name, each `[S]`.
+        of_cell: Number of rows (tokens when packed) of each cell, `[C]`.
+        halved: Whether problems were given for any.
+        without_problem: Which of the policy's slots have a row without known problem, `[K]`.
+        there: Which have rows, `[K]`.
+    """
+
+    counts: dict[str, NDArray[np.float64]]
+    of_cell: NDArray[np.int64]
+    halved: bool
+    without_problem: NDArray[np.bool_]
+    there: NDArray[np.bool_]
+
+
+def _count_rows(sums: SlotAccumulators, batches: Sequence[RowBatch], num_slots: int) -> _Rows:
+    cells = sums.cells
+    counts = slot_counts(batches, cells.slots, num_slots)
+    unknown = [[slot in batch.without_problem for slot in cells.slots] for batch in batches]
+    parts = [
+        *counts.values(),
+        sum((batch.num_rows(cells) for batch in batches), np.zeros(len(cells), dtype=np.int64)),
+        np.sum(unknown, axis=0),
+        [sum(batch.halved for batch in batches)],
+    ]
+    sizes = np.cumsum([len(part) for part in parts])[:-1]
+    numbers = torch.from_numpy(np.concatenate(parts).astype(np.float64))
+    *totals, of_cell, without_problem, halved = np.split(sums.reduction.add_up(numbers).numpy(), sizes)
+    return _Rows(
+        counts=dict(zip(counts, totals, strict=True)),
+        of_cell=of_cell.astype(np.int64),
+        halved=bool(halved[0]),
+        without_problem=without_problem > 0,
+        there=totals[list(counts).index("num_rows")][list(cells.slots)] > 0,
+    )
+
+
+def _gram_cross(summary: Summary, rows: _Rows) -> NDArray[np.float64] | None:
+    """Returns the products between halves, `[S, S]`; None when no problems were given."""
+    if not rows.halved:
+        return None
+    cross = summary.cells.cross_gram(summary.cell_gram, rows.of_cell)
+    return _among_all(cross, rows.there & ~rows.without_problem, summary.cells)
+
+
+def _label_gram(summary: Summary, rows: _Rows) -> NDArray[np.float64]:
+    """Returns the products of slots x labels, `[S, L, S, L]`; NaN where such rows are absent."""
+    cells = summary.cells
+    there_KL = rows.of_cell.reshape(cells.num_halves, len(cells.slots), cells.num_labels).sum(0) > 0
+    products = cells.label_gram(summary.cell_gram)
+    products[~there_KL] = np.nan
+    products[:, :, ~there_KL] = np.nan
+    result = np.full((cells.num_slots, cells.num_labels) * 2, np.nan)
+    result[np.ix_(cells.slots, range(cells.num_labels), cells.slots, range(cells.num_labels))] = products
+    return result
+
+
+def _among_all(products: NDArray[np.float64], there: NDArray[np.bool_], cells: Cells) -> NDArray[np.float64]:
+    """Returns products of a policy's slots, `[K, K]`, among all, `[S, S]`; NaN for those not `there`."""
+    result = np.full((cells.num_slots, cells.num_slots), np.nan)
+    own = np.flatnonzero(there)
+    places = np.asarray(cells.slots)[own]
+    result[np.ix_(places, places)] = products[np.ix_(own, own)]
+    return result
 
 
 def check_policy_without_rows(sums: SlotAccumulators) -> None:

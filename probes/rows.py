@@ -1,6 +1,6 @@
-"""Which slot each row of a micro-batch belongs to, run-length encoded once, and the counts that follow.
+"""Which slot, and which cell of it, each row of a micro-batch belongs to, run-length encoded once.
 
-Legend: N rows (tokens when packed), K slots.
+Legend: N rows (tokens when packed), K slots, B blocks of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradscope.errors import ProbeError, nearest
+from gradscope.probes.cells import Cells, cell_code
 
 UNTAGGED = -1
 """Index of rows that belong to no slot, such as the padding at the end of a packed sequence."""
@@ -26,20 +26,20 @@ the calls it saves (one call costs about as much as copying 200 tokens of 64 fea
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of rows of one slot; `slot` counts within the policy."""
+    """A stretch of rows of one cell; `cell` counts within the policy."""
 
-    slot: int
+    cell: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How the rows of a micro-batch are cut into slots for one policy.
+    """How the rows of a micro-batch are cut into cells for one policy.
 
     Attributes:
         pieces: The stretches, after reordering where `order` is given; untagged rows are in none.
-        order: Row order `[N]` that brings each slot's rows together; None where rows stay in place.
+        order: Row order `[N]` that brings each cell's rows together; None where rows stay in place.
     """
 
     pieces: tuple[Piece, ...]
@@ -48,17 +48,17 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """The rows of a micro-batch as equal blocks, each of one slot, so that one batched product does all.
+    """The rows of a micro-batch as equal blocks, each of one cell, so that one batched product does all.
 
     Attributes:
         rows: Rows of a block, the largest number that divides every run.
-        slots: Slot of each block, counting within the policy, `[B]`.
-        is_every_slot: Whether the blocks are the policy's slots, each once and in order.
+        cells: Cell of each block, counting within the policy, `[B]`.
+        is_every_cell: Whether the blocks are the policy's cells, each once and in order.
     """
 
     rows: int
-    slots: torch.Tensor
-    is_every_slot: bool
+    cells: torch.Tensor
+    is_every_cell: bool
 
 
 class RowBatch:
@@ -67,13 +67,20 @@ class RowBatch:
     Args:
         slot_N: Index of each row's slot, `UNTAGGED` for none.
         names: Names of all slots, by index.
-        problems: Problem label of each row; kept for products between halves of the problems.
+        half_N: Half of the update's problems that each row belongs to, None where its problem is not known;
+            None without problems.
+        label_N: Number of each row's label; None where no labels are declared.
+        num_labels: Number of declared labels, 1 where there are none.
+        problems: Problem of each row.
         row_ids: Name of each row; in a packed batch it tells neighbouring rows of one slot apart.
         numbers: Per-row numbers by name: tokens, advantages, loss_weights; each `[N]`.
         packed: What the loop said about the rows being tokens of packed rows; None where it said nothing.
 
     Attributes:
         tapped: Whether a forward pass that can be differentiated was run with these rows.
+        cell_N: Number of each row's cell among those of all slots, `UNTAGGED` for none.
+        halved: Whether rows carry problems.
+        without_problem: Slots of which some row has no known problem.
     """
 
     def __init__(
@@ -81,6 +88,9 @@ class RowBatch:
         slot_N: Sequence[int],
         names: Sequence[str],
         *,
+        half_N: Sequence[int | None] | None = None,
+        label_N: Sequence[int] | None = None,
+        num_labels: int = 1,
         problems: Sequence[Hashable] | None = None,
         row_ids: Sequence[Hashable] | None = None,
         numbers: Mapping[str, NDArray[np.float64]],
@@ -88,6 +98,18 @@ class RowBatch:
     ) -> None:
         self.slot_N = tuple(slot_N)
         self.names = tuple(names)
+        halves: Sequence[int | None] = [None] * len(self.slot_N) if half_N is None else half_N
+        labels = [0] * len(self.slot_N) if label_N is None else label_N
+        self.cell_N = tuple(
+            UNTAGGED
+            if slot == UNTAGGED
+            else cell_code(half or 0, slot, label, num_slots=len(self.names), num_labels=num_labels)
+            for slot, half, label in zip(self.slot_N, halves, labels, strict=True)
+        )
+        self.halved = half_N is not None
+        self.without_problem = frozenset(
+            slot for slot, half in zip(self.slot_N, halves, strict=True) if half is None
+        ) - {UNTAGGED}
         self.problems = problems
         self.row_ids = row_ids
         self.numbers = dict(numbers)
@@ -95,9 +117,9 @@ class RowBatch:
         self._seen_packed: bool | None = None
         self.tapped = False
         self.slots = frozenset(self.slot_N) - {UNTAGGED}
-        self._runs = tuple(_runs(self.slot_N))
-        self._plans: dict[tuple[tuple[int, ...], bool, torch.device], RowPlan] = {}
-        self._blocks: dict[tuple[tuple[int, ...], torch.device], RowBlocks | None] = {}
+        self._runs = tuple(_runs(self.cell_N))
+        self._plans: dict[tuple[Cells, bool, torch.device], RowPlan] = {}
+        self._blocks: dict[tuple[Cells, torch.device], RowBlocks | None] = {}
 
     def __len__(self) -> int:
         return len(self.slot_N)
@@ -129,96 +151,57 @@ class RowBatch:
             self._seen_packed = packed
         return packed
 
-    def plan(
-        self, policy_slots: tuple[int, ...], device: torch.device, *, tokens_per_row: int | None = None
-    ) -> RowPlan:
-        """Returns how the rows are cut for a policy that drives `policy_slots`.
+    def num_rows(self, cells: Cells) -> NDArray[np.int64]:
+        """Returns the number of rows (tokens when packed) in each of a policy's cells, `[C]`."""
+        numbers = np.zeros(len(cells), dtype=np.int64)
+        for run in self._runs:
+            if run.cell in cells.local:
+                numbers[cells.local[run.cell]] += run.stop - run.start
+        return numbers
+
+    def plan(self, cells: Cells, device: torch.device, *, tokens_per_row: int | None = None) -> RowPlan:
+        """Returns how the rows are cut into the cells of a policy.
 
         Many short runs are sorted together, few or long ones are left in place; without `tokens_per_row` each
-        slot gets one piece.
+        cell gets one piece.
         """
-        in_order = len(self._runs) == len({run.slot for run in self._runs})
+        in_order = len(self._runs) == len({run.cell for run in self._runs})
         run_tokens = 0.0 if tokens_per_row is None else len(self) * tokens_per_row / len(self._runs)
         together = not in_order and run_tokens < LONG_RUN_TOKENS
-        key = (policy_slots, together, device)
+        key = (cells, together, device)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(policy_slots, device, together=together)
+            self._plans[key] = self._make_plan(cells, device, together=together)
         return self._plans[key]
 
-    def blocks(self, policy_slots: tuple[int, ...], device: torch.device) -> RowBlocks | None:
+    def blocks(self, cells: Cells, device: torch.device) -> RowBlocks | None:
         """Returns the rows as equal blocks; None where some rows belong to no slot of the policy."""
-        key = (policy_slots, device)
+        key = (cells, device)
         if key not in self._blocks:
-            self._blocks[key] = self._make_blocks(policy_slots, device)
+            self._blocks[key] = self._make_blocks(cells, device)
         return self._blocks[key]
 
-    def _make_plan(self, policy_slots: tuple[int, ...], device: torch.device, *, together: bool) -> RowPlan:
+    def _make_plan(self, cells: Cells, device: torch.device, *, together: bool) -> RowPlan:
         order, runs = None, self._runs
         if together:
-            permutation = np.argsort(np.asarray(self.slot_N), kind="stable")
+            permutation = np.argsort(np.asarray(self.cell_N), kind="stable")
             order = torch.from_numpy(permutation).to(device)
-            runs = tuple(_runs(self.slot_N[row] for row in permutation))
-        local = {slot: index for index, slot in enumerate(policy_slots)}
-        pieces = tuple(Piece(local[run.slot], run.start, run.stop) for run in runs if run.slot in local)
+            runs = tuple(_runs(self.cell_N[row] for row in permutation))
+        local = cells.local
+        pieces = tuple(Piece(local[run.cell], run.start, run.stop) for run in runs if run.cell in local)
         return RowPlan(pieces, order)
 
-    def _make_blocks(self, policy_slots: tuple[int, ...], device: torch.device) -> RowBlocks | None:
-        if not self.slots.issubset(policy_slots) or UNTAGGED in self.slot_N:
+    def _make_blocks(self, cells: Cells, device: torch.device) -> RowBlocks | None:
+        if not self.slots.issubset(cells.slots) or UNTAGGED in self.slot_N:
             return None
         rows = math.gcd(*(run.stop - run.start for run in self._runs))
-        slots = [policy_slots.index(slot) for slot in self.slot_N[::rows]]
-        is_every_slot = slots == list(range(len(policy_slots)))
-        return RowBlocks(rows, torch.tensor(slots, device=device), is_every_slot)
+        places = [cells.local[cell] for cell in self.cell_N[::rows]]
+        is_every_cell = places == list(range(len(cells)))
+        return RowBlocks(rows, torch.tensor(places, device=device), is_every_cell)
 
 
-def _runs(slots: Iterable[int]) -> Iterable[Piece]:
+def _runs(cells: Iterable[int]) -> Iterable[Piece]:
     start = 0
-    for slot, members in groupby(slots):
+    for cell, members in groupby(cells):
         stop = start + sum(1 for _ in members)
-        yield Piece(slot, start, stop)
+        yield Piece(cell, start, stop)
         start = stop
-
-
-def read_rows(
-    slot_of_each_row: Sequence[str | None],
-    slot_index: Mapping[str, int],
-    *,
-    problems: Sequence[Hashable] | None,
-    row_ids: Sequence[Hashable] | None,
-    numbers: Mapping[str, Sequence[float] | None],
-    packed: bool | None = None,
-) -> RowBatch:
-    """Returns the checked rows of one micro-batch.
-
-    Raises:
-        ProbeError: An unknown slot, no rows, or a sequence that has not one entry for each row.
-    """
-    if isinstance(slot_of_each_row, str):
-        raise ProbeError(
-            f"rows(): got the single string '{slot_of_each_row}'; give a list with one slot name for each "
-            "row."
-        )
-    names = list(slot_of_each_row)
-    if not names:
-        raise ProbeError("rows(): got no rows; give one slot name for each row of the micro-batch.")
-    try:
-        slot_N = [UNTAGGED if name is None else slot_index[name] for name in names]
-    except KeyError as error:
-        name = str(error.args[0])
-        raise ProbeError(
-            f"rows(): unknown slot '{name}'.{nearest(name, slot_index)} Allowed: {', '.join(slot_index)} (or "
-            "None for a row of no slot, such as padding)."
-        ) from None
-    given: dict[str, Sequence[object] | None] = {"problems": problems, "row_ids": row_ids, **numbers}
-    for label, values in given.items():
-        if values is not None and len(values) != len(names):
-            raise ProbeError(
-                f"rows(): {label} has {len(values)} entries, slot_of_each_row has {len(names)}; give one for "
-                "each row."
-            )
-    arrays = {
-        label: np.asarray(values, dtype=np.float64) for label, values in numbers.items() if values is not None
-    }
-    return RowBatch(
-        slot_N, tuple(slot_index), problems=problems, row_ids=row_ids, numbers=arrays, packed=packed
-    )

@@ -11,9 +11,12 @@ from torch import nn
 
 from gradscope.errors import ProbeError, nearest
 from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.cells import Cells, check_labels
 from gradscope.probes.checkpointing import bind_checkpointing
 from gradscope.probes.record import check_policy_without_rows, driven_policies, make_record
-from gradscope.probes.rows import RowBatch, read_rows
+from gradscope.probes.reduction import Reduction
+from gradscope.probes.row_input import read_rows
+from gradscope.probes.rows import RowBatch
 from gradscope.probes.taps.capture import Collector, Tap
 from gradscope.probes.targets import Layout
 from gradscope.probes.verify import Verification, compare_with_masked_loss, untouched
@@ -28,21 +31,36 @@ class Scope:
     Attributes:
         model: The probed model.
         slots: Slot -> role.
+        labels: The declared labels.
         coverage: Uncovered trainable parameters with the reason; empty when all are covered.
         residuals: Policy -> relative gap between the sum of the slot gradients and autograd's gradient in the
             last update; NaN when that gradient was not finite.
     """
 
-    def __init__(self, model: nn.Module, slots: Mapping[str, str], layout: Layout) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: Mapping[str, str],
+        layout: Layout,
+        *,
+        labels: Sequence[str] = (),
+        reduction: Reduction | None = None,
+    ) -> None:
         self.model = model
         self.slots = dict(slots)
+        self.labels = check_labels(labels, len(self.slots))
         self.coverage = dict(layout.reasons)
         self.residuals: dict[str, float] = {}
         self._layout = layout
         self._index = {slot: index for index, slot in enumerate(slots)}
         self._waiting: dict[str, list[RowBatch]] = {policy: [] for policy in layout.policies}
         self._largest_norm = dict.fromkeys(layout.policies, 0.0)
-        self._collector = Collector(_fresh_sums(layout))
+        self._reduction = reduction or Reduction()
+        self._halves = {policy: self._reduction.halves() for policy in layout.policies}
+        self._policy_of_slot = {
+            slot: policy.name for policy in layout.policies.values() for slot in policy.slots
+        }
+        self._collector = Collector(self._fresh_sums())
         self._handles = [
             target.module.register_forward_hook(Tap(target, self._collector), with_kwargs=True)
             for target in layout.targets
@@ -75,6 +93,7 @@ class Scope:
         advantages: Sequence[float] | None = None,
         loss_weights: Sequence[float] | None = None,
         packed: bool | None = None,
+        labels: Sequence[str | None] | None = None,
     ) -> Iterator[None]:
         """Announces the rows of one micro-batch: forward pass inside the block, backward anywhere.
 
@@ -88,17 +107,18 @@ class Scope:
         Args:
             slot_of_each_row: Slot name of each row that enters the model, in its order; None for a row of no
                 slot whose loss is zero, such as padding.
-            problems: Problem of each row.
+            problems: Problem of each row, None where it is not known; gives `gram_cross`.
             row_ids: Name of each row.
             tokens: Number of scored tokens of each row; fills `num_tokens`.
             advantages: Advantage of each row; fills `num_signal_rows` and `advantage_abs_sum`.
             loss_weights: Weight of each row in the loss; fills `loss_weight`.
             packed: Whether an entry stands for a token, for a block without a forward pass, whose shape would
                 show it; None takes repeated `row_ids` for a sign that it does.
+            labels: Label of each row, one of those declared in `attach`.
 
         Raises:
-            ProbeError: An unknown slot, sequences of different lengths, a block within a block, or a scope
-                that is detached.
+            ProbeError: An unknown slot or label, sequences of different lengths, a block within a block, or a
+                scope that is detached.
         """
         self._require_attached("rows")
         if self._collector.batch is not None:
@@ -111,7 +131,13 @@ class Scope:
             row_ids=row_ids,
             numbers=numbers,
             packed=packed,
+            labels=labels,
+            known_labels=self.labels,
+            half_of=lambda slot, problem: self._halves[self._policy_of_slot[slot]].of(problem),
         )
+        for name, sums in self._collector.sums.items():
+            if batch.halved and not batch.slots.isdisjoint(self._layout.policies[name].slots):
+                sums.halve()
         self._collector.batch = batch
         try:
             yield
@@ -239,11 +265,13 @@ class Scope:
             self._waiting[policy],
             tuple(self.slots),
             optimizer,
+            labels=self.labels,
             reference_norm=self._largest_norm[policy],
         )
         self.residuals[policy] = summary.residual
         self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
         self._waiting[policy] = []
+        self._halves[policy].clear()
         sums.reset()
         return record
 
@@ -251,17 +279,24 @@ class Scope:
     def _aside(self) -> Iterator[None]:
         """Puts the sums and rows of the current update aside for the duration of a block."""
         kept, waiting, failure = self._collector.sums, self._waiting, self._collector.failure
-        self._collector.sums, self._collector.failure = _fresh_sums(self._layout), None
+        halves = self._halves
+        self._collector.sums, self._collector.failure = self._fresh_sums(), None
         self._waiting = {policy: [] for policy in waiting}
+        self._halves = {policy: self._reduction.halves() for policy in waiting}
         try:
             yield
         finally:
             self._collector.sums, self._waiting, self._collector.failure = kept, waiting, failure
+            self._halves = halves
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
             raise ProbeError(f"{call}(): the scope is detached; call attach() again to measure.")
 
-
-def _fresh_sums(layout: Layout) -> dict[str, SlotAccumulators]:
-    return {name: SlotAccumulators(policy) for name, policy in layout.policies.items()}
+    def _fresh_sums(self) -> dict[str, SlotAccumulators]:
+        return {
+            name: SlotAccumulators(
+                policy, Cells(policy.slots, len(self.slots), max(1, len(self.labels))), self._reduction
+            )
+            for name, policy in self._layout.policies.items()
+        }

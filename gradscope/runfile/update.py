@@ -17,8 +17,9 @@ Array = NDArray[np.float64]
 class UpdateRecord:
     """What was measured about one update of one policy.
 
-    K is the number of slots. A slot without rows in the update is NaN in `gram`; it is 0 only if it had rows
-    whose gradient is exactly zero. Fields that were not measured are None.
+    K is the number of slots, L of labels, R of roles, C = R + 2 of contributors. A slot without rows in the
+    update is NaN in `gram`; it is 0 only if it had rows whose gradient is exactly zero. Fields that were not
+    measured are None.
 
     Attributes:
         policy: Name of the policy that was updated.
@@ -28,10 +29,13 @@ class UpdateRecord:
             advantage_abs_sum, loss_weight. NaN where unknown.
         coverage: Names of trainable parameters that the Gram does not cover; empty when it covers all.
         scalars: Per-update numbers by the names of `/updates`: learning_rate, grad_norm, clip_factor, ...
-        gram_cross: Products between halves of the update's problems, `[K, K]`.
+        gram_cross: Products between halves of the update's problems, `[K, K]`; NaN where no two rows are of
+            different halves, None when no problems were given.
         update_gram: Products of the applied contributions, `[C, C]`; contributors are roles, decay, carried.
         effect: First-order effect of a contributor on a role's loss, `[R, C]`.
         attribution_residual: Relative gap between the sum of contributions and the applied change.
+        labels: The second labels of rows, in the order of every L axis; empty when none are declared.
+        label_gram: Inner products of the gradients of slots x labels, `[K, L, K, L]`.
     """
 
     policy: str
@@ -44,3 +48,5 @@ class UpdateRecord:
     update_gram: Array | None = None
     effect: Array | None = None
     attribution_residual: float | None = None
+    labels: tuple[str, ...] = ()
+    label_gram: Array | None = None

@@ -1,9 +1,10 @@
 """Slot gradients of one module's parameters from its input and the gradient of its output.
 
-For a linear layer y = x W^T the gradient is a sum over rows, dW = sum_t dy_t x_t^T, so the rows of slot k
+For a linear layer y = x W^T the gradient is a sum over rows, dW = sum_t dy_t x_t^T, so the rows of cell k
 give g_k exactly and sum_k g_k = dW. The other kinds are sums over rows in the same way.
 
-Legend: N tagged rows, S tokens of a row as the module sees it, T = N S, K slots, I inputs, O outputs.
+Legend: N tagged rows, S tokens of a row as the module sees it, T = N S, C cells (`gradscope.probes.cells`),
+I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -98,24 +99,24 @@ def _linear(
 ) -> None:
     num_rows, num_in, num_out = len(batch), x.shape[-1], dy.shape[-1]
     tokens = x.numel() // (num_rows * num_in)
-    blocks = batch.blocks(into.policy.slots, x.device)
+    blocks = batch.blocks(into.cells, x.device)
     if blocks is not None:
-        num_blocks = len(blocks.slots)
+        num_blocks = len(blocks.cells)
         if num_rows * tokens >= BLOCK_TOKENS * num_blocks and num_blocks * num_in * num_out <= BLOCK_NUMBERS:
             _linear_blocks(wanted, blocks, into, x, dy)
             return
-    plan = batch.plan(into.policy.slots, x.device, tokens_per_row=tokens)
+    plan = batch.plan(into.cells, x.device, tokens_per_row=tokens)
     x_TI = _ordered(x, plan).reshape(-1, num_in)
     dy_TO = _ordered(dy, plan).reshape(-1, num_out)
     for name, parameter in wanted.items():
-        sums_K = into.separate(parameter)
-        dtype = sums_K[0].dtype
+        sums_C = into.separate(parameter)
+        dtype = sums_C[0].dtype
         for piece in plan.pieces:
             rows = slice(piece.start * tokens, piece.stop * tokens)
             if name == "weight":
-                sums_K[piece.slot].addmm_(dy_TO[rows].to(dtype).t(), x_TI[rows].to(dtype))
+                sums_C[piece.cell].addmm_(dy_TO[rows].to(dtype).t(), x_TI[rows].to(dtype))
             else:
-                sums_K[piece.slot].add_(dy_TO[rows].sum(0, dtype=dtype))
+                sums_C[piece.cell].add_(dy_TO[rows].sum(0, dtype=dtype))
 
 
 def _linear_blocks(
@@ -125,7 +126,7 @@ def _linear_blocks(
     x: torch.Tensor,
     dy: torch.Tensor,
 ) -> None:
-    num_blocks = len(blocks.slots)
+    num_blocks = len(blocks.cells)
     for name, parameter in wanted.items():
         sums = into.stacked(parameter)
         dy_BTO = dy.reshape(num_blocks, -1, dy.shape[-1]).to(sums.dtype)
@@ -138,9 +139,9 @@ def _linear_blocks(
             else:
                 # A product with few rows and many columns runs twice as fast on CPU as one the other way.
                 parts, sums = torch.bmm(x_BTI.transpose(1, 2), dy_BTO), sums.transpose(1, 2)
-        if not blocks.is_every_slot:
+        if not blocks.is_every_cell:
             # Not straight into the sums: adding rows to a strided view is many times slower.
-            parts = parts.new_zeros(len(sums), *parts.shape[1:]).index_add_(0, blocks.slots, parts)
+            parts = parts.new_zeros(len(sums), *parts.shape[1:]).index_add_(0, blocks.cells, parts)
         sums.add_(parts)
 
 
@@ -153,17 +154,17 @@ def _embedding(
     dy: torch.Tensor,
 ) -> None:
     weight = wanted["weight"]
-    plan = batch.plan(into.policy.slots, dy.device)
+    plan = batch.plan(into.cells, dy.device)
     ids_NS = _ordered(ids, plan).reshape(len(batch), -1)
     dy_NSO = _ordered(dy, plan).reshape(len(batch), -1, dy.shape[-1])
     padding = module.padding_idx
     if isinstance(padding, int):  # its row has no gradient
         dy_NSO = dy_NSO.masked_fill(torch.eq(ids_NS, padding).unsqueeze(-1), 0.0)
-    weight_K = into.separate(weight)
+    weight_C = into.separate(weight)
     for piece in plan.pieces:
         rows = slice(piece.start, piece.stop)
-        dy_TO = dy_NSO[rows].flatten(0, 1).to(weight_K[piece.slot].dtype)
-        weight_K[piece.slot].index_add_(0, ids_NS[rows].flatten(), dy_TO)
+        dy_TO = dy_NSO[rows].flatten(0, 1).to(weight_C[piece.cell].dtype)
+        weight_C[piece.cell].index_add_(0, ids_NS[rows].flatten(), dy_TO)
 
 
 def _rowwise(
@@ -180,7 +181,7 @@ def _rowwise(
 
     No formula of the module is repeated here, so a norm that scales by `1 + weight` needs no case of its own.
     """
-    plan = batch.plan(into.policy.slots, dy.device)
+    plan = batch.plan(into.cells, dy.device)
     x, dy = _ordered(x.detach(), plan), _ordered(dy, plan)
     parameters = list(wanted.values())
     sums = [into.separate(parameter) for parameter in parameters]
@@ -191,5 +192,5 @@ def _rowwise(
         with torch.enable_grad():
             # `forward` itself, not the call: hooks, ours among them, must not run again.
             y_k = module.forward(x_k)
-        for sum_K, gradient in zip(sums, torch.autograd.grad(y_k, parameters, dy_k), strict=True):
-            sum_K[piece.slot].add_(gradient)
+        for sum_C, gradient in zip(sums, torch.autograd.grad(y_k, parameters, dy_k), strict=True):
+            sum_C[piece.cell].add_(gradient)

@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from gradscope import probes
+from gradscope.probes.cells import Cells
 from gradscope.probes.rows import LONG_RUN_TOKENS, UNTAGGED, RowBatch
 
 CPU = torch.device("cpu")
-ALL = (0, 1, 2)
+ALL = Cells((0, 1, 2), 3)
+LAST_TWO = Cells((1, 2), 3)
 
 
 def pieces(plan):
-    return [(piece.slot, piece.start, piece.stop) for piece in plan.pieces]
+    return [(piece.cell, piece.start, piece.stop) for piece in plan.pieces]
 
 
 def batch(*slots):
@@ -38,17 +40,17 @@ def test_short_runs_are_sorted_and_long_ones_are_not():
 
 
 def test_slots_are_counted_within_the_policy_and_untagged_rows_left_out():
-    plan = batch(2, 2, UNTAGGED, 1).plan((1, 2), CPU)
+    plan = batch(2, 2, UNTAGGED, 1).plan(LAST_TWO, CPU)
     assert pieces(plan) == [(1, 0, 2), (0, 3, 4)]
-    assert batch(2, 2, UNTAGGED, 1).blocks((1, 2), CPU) is None
-    assert batch(0, 1).blocks((1, 2), CPU) is None
+    assert batch(2, 2, UNTAGGED, 1).blocks(LAST_TWO, CPU) is None
+    assert batch(0, 1).blocks(LAST_TWO, CPU) is None
 
 
 def test_blocks_are_as_long_as_every_run_allows():
     blocks = batch(0, 0, 2, 2, 2, 2, 1, 1).blocks(ALL, CPU)
-    assert (blocks.rows, blocks.slots.tolist(), blocks.is_every_slot) == (2, [0, 2, 2, 1], False)
+    assert (blocks.rows, blocks.cells.tolist(), blocks.is_every_cell) == (2, [0, 2, 2, 1], False)
     blocks = batch(0, 0, 1, 1, 2, 2).blocks(ALL, CPU)
-    assert (blocks.rows, blocks.slots.tolist(), blocks.is_every_slot) == (2, [0, 1, 2], True)
+    assert (blocks.rows, blocks.cells.tolist(), blocks.is_every_cell) == (2, [0, 1, 2], True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
