@@ -7,6 +7,7 @@ sums are cell-major, so that the Gram matrix of all parameters of one device and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,6 +109,21 @@ class SlotAccumulators:
         self._open()
         self._seen.add(id(parameter))
         return self._views[id(parameter)]
+
+    def is_fresh(self, parameter: nn.Parameter) -> bool:
+        """Whether nothing arrived for a parameter since the last reset: its sums may be overwritten."""
+        return self.closed or id(parameter) not in self._seen
+
+    def span(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """Returns the sums of parameters as one `[C, n]` where they lie side by side in this order."""
+        views = [self._stacked[id(parameter)] for parameter in parameters]
+        first, start = views[0], views[0].storage_offset()
+        stop = start
+        for view in views:
+            if view.storage_offset() != stop or view.untyped_storage() is not first.untyped_storage():
+                return None
+            stop += view[0].numel()
+        return first.as_strided((len(first), stop - start), (first.stride(0), 1), start)
 
     def halve(self) -> None:
         """Divides the cells by halves of the problems; what is there goes to the first half."""

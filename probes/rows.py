@@ -80,6 +80,7 @@ class RowBatch:
         tapped: Whether a forward pass that can be differentiated was run with these rows.
         cell_N: Number of each row's cell among those of all slots, `UNTAGGED` for none.
         halved: Whether rows carry problems.
+        cuts: What taps worked out about these rows, by question (`taps.blocks`).
         without_problem: Slots of which some row has no known problem.
     """
 
@@ -117,6 +118,7 @@ class RowBatch:
         self._seen_packed: bool | None = None
         self.tapped = False
         self.slots = frozenset(self.slot_N) - {UNTAGGED}
+        self.cuts: dict[Hashable, object] = {}
         self._runs = tuple(_runs(self.cell_N))
         self._plans: dict[tuple[Cells, bool, torch.device], RowPlan] = {}
         self._blocks: dict[tuple[Cells, torch.device], RowBlocks | None] = {}

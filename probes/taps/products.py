@@ -16,13 +16,10 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.rows import RowBatch, RowBlocks, RowPlan
+from gradscope.probes.rows import RowBatch, RowPlan
+from gradscope.probes.taps.blocks import cut_rows
+from gradscope.probes.taps.factors import Factors, add_factors
 from gradscope.probes.targets import Target
-
-BLOCK_TOKENS = 16
-"""Smallest mean number of tokens of a block for which one batched product over blocks pays."""
-BLOCK_NUMBERS = 1 << 22
-"""Largest temporary result of that product (16 MiB in float32); larger ones are added run by run."""
 
 
 def add_products(
@@ -46,8 +43,8 @@ def add_products(
     Raises:
         ProbeError: The input has not one row for each tag, or rows belong to slots of another policy.
     """
-    packed = _is_packed(target, batch, x)
-    _check_policy(batch, into)
+    packed = is_packed(target, batch, x)
+    check_policy(batch, into)
     into.note_precision(dy.dtype)
     if packed:
         x, dy = x[0], dy[0]
@@ -65,7 +62,12 @@ def row_axes(target: Target, x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.shape[: x.dim() - feature_axes])
 
 
-def _is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
+def is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
+    """Returns whether a module's input holds packed rows, of which each token is tagged.
+
+    Raises:
+        ProbeError: The input has not one row for each tag.
+    """
     packed = batch.see(row_axes(target, x))
     if packed is not None:
         return packed
@@ -76,7 +78,12 @@ def _is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
     )
 
 
-def _check_policy(batch: RowBatch, into: SlotAccumulators) -> None:
+def check_policy(batch: RowBatch, into: SlotAccumulators) -> None:
+    """Refuses rows of slots of another policy.
+
+    Raises:
+        ProbeError: There are some.
+    """
     strangers = batch.slots.difference(into.policy.slots)
     if strangers:
         raise ProbeError(
@@ -97,52 +104,12 @@ def _linear(
     x: torch.Tensor,
     dy: torch.Tensor,
 ) -> None:
-    num_rows, num_in, num_out = len(batch), x.shape[-1], dy.shape[-1]
-    tokens = x.numel() // (num_rows * num_in)
-    blocks = batch.blocks(into.cells, x.device)
-    if blocks is not None:
-        num_blocks = len(blocks.cells)
-        if num_rows * tokens >= BLOCK_TOKENS * num_blocks and num_blocks * num_in * num_out <= BLOCK_NUMBERS:
-            _linear_blocks(wanted, blocks, into, x, dy)
-            return
-    plan = batch.plan(into.cells, x.device, tokens_per_row=tokens)
-    x_TI = _ordered(x, plan).reshape(-1, num_in)
-    dy_TO = _ordered(dy, plan).reshape(-1, num_out)
-    for name, parameter in wanted.items():
-        sums_C = into.separate(parameter)
-        dtype = sums_C[0].dtype
-        for piece in plan.pieces:
-            rows = slice(piece.start * tokens, piece.stop * tokens)
-            if name == "weight":
-                sums_C[piece.cell].addmm_(dy_TO[rows].to(dtype).t(), x_TI[rows].to(dtype))
-            else:
-                sums_C[piece.cell].add_(dy_TO[rows].sum(0, dtype=dtype))
-
-
-def _linear_blocks(
-    wanted: Mapping[str, nn.Parameter],
-    blocks: RowBlocks,
-    into: SlotAccumulators,
-    x: torch.Tensor,
-    dy: torch.Tensor,
-) -> None:
-    num_blocks = len(blocks.cells)
-    for name, parameter in wanted.items():
-        sums = into.stacked(parameter)
-        dy_BTO = dy.reshape(num_blocks, -1, dy.shape[-1]).to(sums.dtype)
-        if name == "bias":
-            parts = dy_BTO.sum(1)
-        else:
-            x_BTI = x.reshape(num_blocks, -1, x.shape[-1]).to(sums.dtype)
-            if dy_BTO.shape[-1] <= x_BTI.shape[-1]:
-                parts = torch.bmm(dy_BTO.transpose(1, 2), x_BTI)
-            else:
-                # A product with few rows and many columns runs twice as fast on CPU as one the other way.
-                parts, sums = torch.bmm(x_BTI.transpose(1, 2), dy_BTO), sums.transpose(1, 2)
-        if not blocks.is_every_cell:
-            # Not straight into the sums: adding rows to a strided view is many times slower.
-            parts = parts.new_zeros(len(sums), *parts.shape[1:]).index_add_(0, blocks.cells, parts)
-        sums.add_(parts)
+    x_TI, dy_TO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    tokens = len(x_TI) // len(batch)
+    layer = [Factors(p, dy_TO, x_TI if name == "weight" else None) for name, p in wanted.items()]
+    numbers = sum(parameter.numel() for parameter in wanted.values())
+    cut = cut_rows(batch, into.cells, x.device, tokens=tokens, numbers=numbers)
+    add_factors(layer, cut, into, tokens=tokens, totals=False)
 
 
 def _embedding(

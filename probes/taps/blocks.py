@@ -1,0 +1,177 @@
+"""Cuts the rows of a micro-batch into blocks of one cell each, so that few products do all cells.
+
+Legend: N rows (tokens when packed), S tokens of a row, C cells, B blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from gradscope.probes.cells import Cells
+from gradscope.probes.rows import RowBatch
+
+BLOCK_TOKENS = 16
+"""Smallest number of tokens of a block for which one batched product over blocks pays on a CPU."""
+BLOCK_NUMBERS = 1 << 22
+"""Most numbers of the blocks of one layer that are held beside the sums (16 MiB in float32) on a CPU."""
+GPU_BLOCK_NUMBERS = 1 << 24
+"""The same on an accelerator (64 MiB), where a launch costs more than the copy."""
+GPU_BLOCKS = 32
+"""Batched products of fewer blocks leave an accelerator idle; runs are split to come near this number."""
+GPU_BLOCK_TOKENS = 256
+"""Blocks are not split below this number of tokens."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the rows of one micro-batch are cut into blocks.
+
+    Attributes:
+        bounds: First row and end of each block, after reordering.
+        places: Cell of each block, counting within the policy.
+        cells: The same on the device, `[B]`.
+        order: Rows in the order of the blocks; None where they stay in place.
+        filled: Whether an entry of `order` is a row, not padding, `[len(order), 1]`; None where all are.
+        rows: Rows of every block; 0 where blocks differ.
+        repeats: How often each cell of the policy comes when the blocks go through all of them in order, one
+            after the other; 0 where they do not.
+        complete: Whether every row is in a block; rows of no slot are in none.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+    places: tuple[int, ...]
+    cells: torch.Tensor
+    order: torch.Tensor | None
+    filled: torch.Tensor | None
+    rows: int
+    repeats: int
+    complete: bool
+
+
+def cut_rows(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int, numbers: int) -> Cut:
+    """Returns the blocks that suit a device and a layer, the same object for the same question.
+
+    Args:
+        batch: The rows.
+        cells: The cells of the policy whose parameters they go through.
+        device: Where the products run.
+        tokens: Tokens of a row, S.
+        numbers: Parameters of the layer: what one block's product comes to.
+    """
+    small = numbers * GPU_BLOCKS <= GPU_BLOCK_NUMBERS
+    key = (cells, device, tokens, small)
+    if key not in batch.cuts:
+        place_N = [cells.local.get(cell, -1) for cell in batch.cell_N]
+        on_cpu = device.type == "cpu"
+        cut = _cut_for_cpu(place_N, tokens) if on_cpu else _cut_for_gpu(place_N, len(cells), tokens, small)
+        batch.cuts[key] = _finish(cut, place_N, len(cells), device)
+    found: Cut = batch.cuts[key]
+    return found
+
+
+@dataclass(frozen=True)
+class _Plan:
+    bounds: list[tuple[int, int]]
+    places: list[int]
+    order: list[int] | None
+    padded: list[bool] | None
+
+
+def _cut_for_cpu(place_N: Sequence[int], tokens: int) -> _Plan:
+    """Equal blocks in place where runs are long enough; else one block a run, or a cell for short runs."""
+    runs = _runs(place_N)
+    rows = math.gcd(*(stop - start for _, start, stop in runs))
+    if -1 not in place_N and rows * tokens >= BLOCK_TOKENS:
+        bounds = [(start, start + rows) for start in range(0, len(place_N), rows)]
+        return _Plan(bounds, [place_N[start] for start, _ in bounds], None, None)
+    order = None
+    in_order = len(runs) == len(set(place_N))
+    if not in_order and len(place_N) * tokens < LONG_RUN_TOKENS * len(runs):
+        order = sorted(range(len(place_N)), key=place_N.__getitem__)
+        runs = _runs([place_N[row] for row in order])
+    kept = [(place, start, stop) for place, start, stop in runs if place >= 0]
+    return _Plan([(start, stop) for _, start, stop in kept], [place for place, _, _ in kept], order, None)
+
+
+LONG_RUN_TOKENS = 256
+"""Runs at least this long are multiplied where they stand; copying them into the order of the cells costs
+more than the calls it saves (one call costs about as much as copying 200 tokens of 64 features, on CPU)."""
+
+
+def _cut_for_gpu(place_N: Sequence[int], num_cells: int, tokens: int, small: bool) -> _Plan:
+    """Equal blocks always: in place where few enough, else rows are gathered by cell and padded."""
+    num_rows = len(place_N)
+    rows = math.gcd(*(stop - start for _, start, stop in _runs(place_N)))
+    if -1 not in place_N and num_rows // rows <= max(2 * GPU_BLOCKS, 4 * num_cells):
+        if small:
+            rows = _split(num_rows, rows, tokens)
+        bounds = [(start, start + rows) for start in range(0, num_rows, rows)]
+        return _Plan(bounds, [place_N[start] for start, _ in bounds], None, None)
+    members: dict[int, list[int]] = {}
+    for row in sorted(range(num_rows), key=place_N.__getitem__):
+        if place_N[row] >= 0:
+            members.setdefault(place_N[row], []).append(row)
+    tagged = sum(len(rows_of) for rows_of in members.values())
+    most = max((len(rows_of) for rows_of in members.values()), default=1)
+    rows = max(1, min(most, tagged // max(GPU_BLOCKS, 4 * len(members))))
+    order: list[int] = []
+    padded: list[bool] = []
+    places: list[int] = []
+    for place, rows_of in members.items():
+        gap = -len(rows_of) % rows
+        order += rows_of + [rows_of[-1]] * gap
+        padded += [False] * len(rows_of) + [True] * gap
+        places += [place] * ((len(rows_of) + gap) // rows)
+    bounds = [(start, start + rows) for start in range(0, len(order), rows)]
+    return _Plan(bounds, places, order, padded if any(padded) else None)
+
+
+def _split(num_rows: int, rows: int, tokens: int) -> int:
+    """Returns the rows of a block, a divisor of `rows`, for which there are about `GPU_BLOCKS` blocks."""
+    for smaller in range(rows, 0, -1):
+        if rows % smaller == 0 and smaller * tokens >= GPU_BLOCK_TOKENS:
+            rows_of_block = smaller
+            if num_rows // smaller >= GPU_BLOCKS:
+                return smaller
+    return rows_of_block if rows * tokens >= GPU_BLOCK_TOKENS else rows
+
+
+def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.device) -> Cut:
+    num_blocks, lengths = len(plan.bounds), {stop - start for start, stop in plan.bounds}
+    repeats = num_blocks // num_cells
+    regular = plan.places == [place for place in range(num_cells) for _ in range(repeats)]
+    order = None if plan.order is None else torch.tensor(plan.order, device=device)
+    padding = plan.padded
+    filled = None if padding is None else ~torch.tensor(padding, device=device).unsqueeze(1)
+    covers = len(lengths) == 1 and (plan.order is None or plan.bounds[-1][1] == len(plan.order))
+    return Cut(
+        bounds=tuple(plan.bounds),
+        places=tuple(plan.places),
+        cells=torch.tensor(plan.places, device=device, dtype=torch.long),
+        order=order,
+        filled=filled,
+        rows=lengths.pop() if covers and _adjoining(plan.bounds) else 0,
+        repeats=repeats if regular else 0,
+        complete=-1 not in place_N,
+    )
+
+
+def _adjoining(bounds: Sequence[tuple[int, int]]) -> bool:
+    """Whether blocks start at row 0 and follow each other, so that they are one reshaped tensor."""
+    return (
+        bool(bounds)
+        and bounds[0][0] == 0
+        and all(a[1] == b[0] for a, b in pairwise(bounds))
+    )
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
+    starts = [row for row, place in enumerate(places) if row == 0 or place != places[row - 1]]
+    return [
+        (places[start], start, stop) for start, stop in zip(starts, [*starts[1:], len(places)], strict=True)
+    ]

@@ -1,0 +1,163 @@
+"""`fused`: layers whose weight gradient is the sum of the gradients of the cells, computed once.
+
+A layer's `forward` is replaced by one autograd node. Its backward computes the cells' gradients and hands
+their sum to autograd, so that measuring costs no products; weights differ from plain training by the order of
+summation. Whatever a node cannot do, it leaves to the layer's own forward and the taps on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradscope.errors import ProbeError
+from gradscope.probes.rows import RowBatch
+from gradscope.probes.taps.blocks import cut_rows
+from gradscope.probes.taps.capture import REENTRANT, Collector
+from gradscope.probes.taps.factors import Factors, add_factors, total
+from gradscope.probes.taps.products import check_policy, is_packed
+from gradscope.probes.targets import Target
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One call of a fused layer: what its backward needs to know beside tensors.
+
+    Attributes:
+        collector: Where gradients go.
+        target: The layer, or the first of its parts.
+        batch: The rows that went through; None outside `rows` blocks.
+        rows_unknown: Whether the forward ran inside a backward, so that nobody knows whose rows they were.
+    """
+
+    collector: Collector
+    target: Target
+    batch: RowBatch | None
+    rows_unknown: bool
+
+    def gradients(self, layer: Sequence[Factors], x: torch.Tensor) -> list[torch.Tensor]:
+        """Adds the cells' gradients to the sums and returns their sum for each parameter; never raises.
+
+        Args:
+            layer: The factors of the parameters that take part.
+            x: The layer's input.
+        """
+        found = None
+        if self.collector.failure is None and (self.batch is not None or self.rows_unknown):
+            begin = time.perf_counter()
+            try:
+                found = self._collect(layer, x)
+            except Exception as error:  # raised by step(), never inside a backward
+                self.collector.fail(
+                    str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
+                )
+            self.collector.seconds += time.perf_counter() - begin
+        if found is None:
+            found = [total(factors) for factors in layer]
+        return [gradient.to(factors.parameter.dtype) for gradient, factors in zip(found, layer, strict=True)]
+
+    def _collect(self, layer: Sequence[Factors], x: torch.Tensor) -> list[torch.Tensor] | None:
+        if self.rows_unknown or self.batch is None:
+            raise ProbeError(REENTRANT.format(name=self.target.name))
+        into = self.collector.sums[self.target.policy]
+        is_packed(self.target, self.batch, x)
+        check_policy(self.batch, into)
+        for factors in layer:
+            into.note_precision(factors.left.dtype)
+        left = layer[0].left
+        tokens = len(left) // len(self.batch)
+        numbers = sum(factors.parameter.numel() for factors in layer)
+        cut = cut_rows(self.batch, into.cells, left.device, tokens=tokens, numbers=numbers)
+        # Rows of no slot count in the weight gradient alone.
+        return add_factors(layer, cut, into, tokens=tokens, totals=cut.complete)
+
+
+def passage(collector: Collector, target: Target, x: torch.Tensor) -> Passage:
+    """Returns what a call of a fused layer now has to know; its rows count as seen."""
+    batch = collector.recomputed or collector.batch
+    if batch is not None:
+        batch.see(x.shape[:-1])
+        batch.tapped = True
+    rows_unknown = collector.recomputed is None and torch._C._current_graph_task_id() != -1
+    return Passage(collector, target, batch, rows_unknown)
+
+
+def compute_type(x: torch.Tensor, otherwise: torch.dtype) -> torch.dtype:
+    """Returns the type in which a layer multiplies `x`: that of autocast, or the type that is given."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, otherwise):
+        return torch.get_autocast_dtype(kind)
+    return otherwise
+
+
+class FusedLinear:
+    """Forward of an `nn.Linear` that is trained: the same products, one backward."""
+
+    def __init__(self, target: Target, collector: Collector) -> None:
+        self.target = target
+        self.collector = collector
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns what the layer returns; with gradients, through one node of the graph."""
+        module = self.target.module
+        if not self._differentiable(input):
+            batch = self.collector.recomputed or self.collector.batch
+            if batch is not None:
+                batch.see(input.shape[:-1])  # rows count whether or not a backward comes
+            return functional.linear(input, module.weight, module.bias)
+        call = passage(self.collector, self.target, input)
+        return _Linear.apply(input, module.weight, module.bias, call)
+
+    def _differentiable(self, x: torch.Tensor) -> bool:
+        own = (p for p in self.target.parameters.values() if p.requires_grad)
+        return torch.is_grad_enabled() and (x.requires_grad or next(own, None) is not None)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Passage
+    ) -> torch.Tensor:
+        dtype = compute_type(x, weight.dtype)
+        cast, weight_cast = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(narrower(x, cast), weight_cast)
+        ctx.call, ctx.dtype = call, x.dtype
+        return functional.linear(cast, weight_cast, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        dy = gradients[0].reshape(-1, weight.shape[0])
+        dx = (dy @ weight).view(x.shape).to(ctx.dtype) if for_x else None
+        own = ctx.call.target.parameters
+        layer = []
+        if for_weight:
+            layer.append(Factors(own["weight"], dy, x.reshape(-1, x.shape[-1]).to(dy.dtype)))
+        if for_bias:
+            layer.append(Factors(own["bias"], dy, None))
+        found = iter(ctx.call.gradients(layer, x) if layer else ())
+        return dx, next(found) if for_weight else None, next(found) if for_bias else None, None
+
+
+def narrower(x: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    """Returns the one of a tensor and its cast that takes less memory to keep; `x` when equal."""
+    return cast if cast.element_size() < x.element_size() else x
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    """Gives a module another forward; returns what gives the old one back."""
+    assert "forward" not in module.__dict__
+    module.__dict__["forward"] = forward
+    return lambda: module.__dict__.pop("forward", None)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is torch's own linear layer with the forward of its class."""
+    return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
