@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 SCHEMA_VERSION = "1.0"
 """Version of the format; a newer major number is refused by readers, a newer minor number only warns."""
@@ -54,8 +55,9 @@ EXTRA_CONTRIBUTORS = ("decay", "carried")
 
 EVENT_KINDS = (
     "resume", "checkpoint", "checkpoint_damaged", "checkpoint_failed", "nonfinite_update", "skipped_update",
-    "alarm", "intervention", "config_change", "probe_disabled", "coverage", "disk_full", "compaction_failed",
-    "dropped_records", "dropped_episodes", "episodes_not_recorded", "failed",
+    "alarm", "intervention", "config_change", "probe_disabled", "coverage", "disk_full", "write_failed",
+    "compaction_failed", "dropped_records", "dropped_episodes", "episodes_not_recorded", "failed",
+    "terminated",
 )  # fmt: skip
 """Kinds that our own code writes and readers know; a caller's own kinds are kept as they are."""
 
@@ -272,3 +274,18 @@ ROOT_VARIABLES = (
     Variable("module_layer", ("module",), "i4", "1", "number of the layer"),
     Variable("module_kind", ("module",), "str", "", "last part of the module's name", required=True),
 )
+
+
+def describe_tables() -> dict[str, Any]:
+    """Returns the schema as JSON values, by which a journal alone says what its columns are.
+
+    Table to group, growing dim and variables; of each variable dims, dtype, units and long_name.
+    """
+    return {
+        table.name: {
+            "group": table.group,
+            "dim": table.dim,
+            "variables": {v.name: [v.dims, v.dtype, v.units, v.long_name] for v in table.variables},
+        }
+        for table in _TABLES
+    }

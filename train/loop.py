@@ -102,6 +102,7 @@ class _Run:
             config=self.config.model_dump(mode="json"),
             seed=self.config.train.seed,
             resume_from_step=self.state.step if self.before else None,
+            fsync=self.config.run.fsync,
             hardware=str(self.environment["hardware"]),
         )
         with Interrupt() as interrupt, writer:

@@ -7,51 +7,97 @@ their compaction do no harm, since the file says up to which record it is comple
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradscope.runfile import store
+from gradscope.runfile import durable, store
 from gradscope.runfile.batch import join
 from gradscope.runfile.content import Content
-from gradscope.runfile.durable import sync
 from gradscope.runfile.journals import check_same_run, read_journal
 from gradscope.runfile.load import Pending, empty_content, pending_rows, read_file, read_head
 from gradscope.runfile.paths import RunPaths
 
 
-def compact(paths: RunPaths, *, before: int, attributes: Mapping[str, Any], most_spread: float = 2.0) -> int:
-    """Folds all journals numbered below `before` into the run file and deletes them.
+@dataclass(frozen=True)
+class Task:
+    """What a compaction is to do.
 
-    Args:
-        paths: Of the run.
-        before: Number of the journal that is still written to.
+    Attributes:
+        file: The run file.
+        before: Number of the journal that is still written to; those below are folded in.
         attributes: Root attributes to set.
         most_spread: How many times the size of its data the file may have before it is made anew.
+    """
+
+    file: Path
+    before: int
+    attributes: Mapping[str, Any]
+    most_spread: float = 2.0
+
+    @property
+    def paths(self) -> RunPaths:
+        """Paths of the run."""
+        return RunPaths(self.file)
+
+    def journals(self) -> list[Path]:
+        """Returns the journals to fold in, oldest first."""
+        return [path for number, path in self.paths.journals().items() if number < self.before]
+
+    def num_bytes(self) -> int:
+        """Returns how large the files are that have to be read."""
+        files = [self.file, *self.journals()]
+        return sum(path.stat().st_size for path in files if path.exists())
+
+
+def build(task: Task, target: Path) -> int:
+    """Writes the new run file under a name of its own, safely on the disk.
 
     Returns:
         How many numbered records were found nowhere, lost to damage of a journal.
 
     Raises:
-        OSError: The disk is full, say, or the run file is another run's; all files are as before.
+        OSError: The disk is full, say, or the run file is another run's; there is no file `target` then.
     """
-    closed = {number: path for number, path in paths.journals().items() if number < before}
-    journals = [read_journal(path) for path in closed.values()]
-    is_first = not paths.file.exists()
-    base = empty_content(journals) if is_first else read_head(paths.file)
-    check_same_run(paths, journals, base.attributes)
+    paths = task.paths
+    journals = [read_journal(path) for path in task.journals()]
+    stored = read_head(paths.file) if paths.file.exists() else None
+    check_same_run(paths, journals, {} if stored is None else stored.attributes)
+    base = stored or empty_content(journals)
     rows = pending_rows(journals, base)
-    attributes = {**attributes, "journal_sequence": rows.last_sequence}
-    publish(paths, _merged(paths, base, rows, attributes, most_spread=most_spread))
-    delete(closed.values())
+    attributes = {**task.attributes, "journal_sequence": rows.last_sequence}
+    write_whole(target, _merged(paths, base, rows, attributes, most_spread=task.most_spread))
     return rows.num_missing
+
+
+def compact(task: Task, claim: Callable[[], None], *, make: Callable[[Task, Path], int] = build) -> int:
+    """Folds journals into the run file and deletes them.
+
+    Args:
+        task: What to do.
+        claim: Raises OSError when the run is not the caller's any more; asked before anything changes.
+        make: Builds the new file.
+
+    Returns:
+        What `build` returns.
+
+    Raises:
+        OSError: As for `build`; all files are as before.
+    """
+    folded = task.journals()
+    target = task.paths.temporary()
+    num_missing = make(task, target)
+    publish(task.paths, target, claim)
+    delete(folded)
+    return num_missing
 
 
 def _merged(
     paths: RunPaths, base: Content, rows: Pending, attributes: Mapping[str, Any], *, most_spread: float
 ) -> bytes:
     """Returns the run file with rows added: grown where that does, else made anew."""
-    name = str(paths.temporary)
+    name = str(paths.temporary())
     exists = paths.file.exists()
     if exists and rows.layout.identity == base.layout.identity:
         added = join(rows.batches, rows.layout)
@@ -66,33 +112,49 @@ def replace(paths: RunPaths, content: Content) -> None:
     """Puts a whole run in the place of what is there and deletes its journals.
 
     Raises:
-        OSError: As for `compact`.
+        OSError: As for `build`.
     """
     journals = list(paths.journals().values())
-    publish(paths, store.image(content, name=str(paths.temporary)))
-    delete([*journals, *paths.left_behind()])
+    left_behind = paths.left_behind()
+    target = paths.temporary()
+    write_whole(target, store.image(content, name=str(target)))
+    publish(paths, target, lambda: None)
+    delete([*journals, *left_behind])
 
 
-def publish(paths: RunPaths, data: bytes) -> None:
-    """Makes `data` the run file, safely on disk.
+def write_whole(target: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on the disk.
 
     Raises:
-        OSError: The disk is full, say; the run file is as before.
+        OSError: The disk is full, say; there is no file `target` then.
+    """
+    descriptor = durable.create(target)
+    try:
+        durable.append_whole(descriptor, data)
+        durable.sync_data(descriptor)
+    except BaseException:
+        durable.remove(target)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def publish(paths: RunPaths, target: Path, claim: Callable[[], None]) -> None:
+    """Makes a file that is on the disk the run file.
+
+    Raises:
+        OSError: The run file is as before.
     """
     try:
-        with open(paths.temporary, "wb", buffering=0) as file:
-            rest = memoryview(data)
-            while rest:  # one call writes at most 2 GB, or up to where the disk is full; then the next raises
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-        os.replace(paths.temporary, paths.file)
+        claim()
+        durable.rename(target, paths.file)
     except BaseException:
-        paths.temporary.unlink(missing_ok=True)
+        durable.remove(target)
         raise
-    sync(paths.directory)
+    durable.sync(paths.directory)
 
 
-def delete(journals: Iterable[Path]) -> None:
+def delete(files: Iterable[Path]) -> None:
     """Deletes journals whose rows the run file holds."""
-    for path in journals:
-        path.unlink(missing_ok=True)
+    for path in files:
+        durable.remove(path)

@@ -42,7 +42,9 @@ def of_journals(
         num_missing: Records that were numbered but are nowhere.
         has_file: Whether the run file is there.
     """
-    starts = [min(journal.rows, default=journal.last_told + 1) for journal in journals]
+    starts = [
+        min((row.sequence for row in journal.rows), default=journal.last_told + 1) for journal in journals
+    ]
     num_in_file = 0 if has_file else min(min(starts, default=1) - 1, num_missing)
     if num_in_file:
         yield (
@@ -53,6 +55,8 @@ def of_journals(
         for damage in journal.damages:
             if not damage.unfinished:
                 yield f"{journal.name}: {damage.num_bytes} bytes from {damage.offset}, {where(damage)}."
+        if journal.num_foreign:
+            yield f"{journal.name}: {num_records(journal.num_foreign)} of another run, left out."
     if num_missing > num_in_file:
         yield f"{lost_records(num_missing - num_in_file)} from the journals."
 

@@ -1,7 +1,8 @@
 """Frames of a journal: a checksum around each record, and a scan that finds every whole one.
 
-A frame is `magic, kind, sequence, length, payload, crc32`; the checksum covers everything before it. A scan
-that meets damage looks for the next whole frame, so one bad record costs one record.
+A frame is `magic, kind, sequence, run, length, payload, crc32`; the checksum covers everything before it. A
+scan that meets damage looks for the next whole frame, so one bad record costs one record. `run` tells a
+record of another run, as a file system that mixed up blocks leaves it, from one of this run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ HEADER_KIND = 0
 ROWS_KIND = 1
 """Payload: rows of tables, in the layout that it names."""
 
-_HEAD = struct.Struct("<8sBQI")
+_HEAD = struct.Struct("<8sBQII")
 _TAIL = struct.Struct("<I")
 
 
@@ -27,11 +28,13 @@ class Frame:
     Attributes:
         kind: `HEADER_KIND` or `ROWS_KIND`.
         sequence: Number of the record in the run, rising by one each record; headers repeat the last one.
+        run: Which run it is of, see `run_tag`.
         payload: The bytes inside.
     """
 
     kind: int
     sequence: int
+    run: int
     payload: bytes
 
 
@@ -52,9 +55,14 @@ class Damage:
     unfinished: bool = False
 
 
+def run_tag(run_id: str) -> int:
+    """Returns the number by which frames name their run."""
+    return zlib.crc32(run_id.encode())
+
+
 def encode(frame: Frame) -> bytes:
     """Returns the frame as it stands in the file."""
-    head = _HEAD.pack(MAGIC, frame.kind, frame.sequence, len(frame.payload))
+    head = _HEAD.pack(MAGIC, frame.kind, frame.sequence, frame.run, len(frame.payload))
     body = head + frame.payload
     return body + _TAIL.pack(zlib.crc32(body))
 
@@ -85,7 +93,7 @@ def _is_beginning(data: bytes) -> bool:
     """Returns whether bytes are what a record begins with, and less than the whole of it."""
     if len(data) < _HEAD.size:
         return data[: len(MAGIC)] == MAGIC[: len(data)]
-    magic, _, _, length = _HEAD.unpack_from(data)
+    magic, _, _, _, length = _HEAD.unpack_from(data)
     return magic == MAGIC and len(data) < _HEAD.size + length + _TAIL.size
 
 
@@ -93,7 +101,7 @@ def _frame_at(data: bytes, position: int) -> tuple[Frame, int] | None:
     payload_start = position + _HEAD.size
     if payload_start + _TAIL.size > len(data) or not data.startswith(MAGIC, position):
         return None
-    _, kind, sequence, length = _HEAD.unpack_from(data, position)
+    _, kind, sequence, run, length = _HEAD.unpack_from(data, position)
     payload_end = payload_start + length
     end = payload_end + _TAIL.size
     if end > len(data):
@@ -101,4 +109,4 @@ def _frame_at(data: bytes, position: int) -> tuple[Frame, int] | None:
     (checksum,) = _TAIL.unpack_from(data, payload_end)
     if zlib.crc32(data[position:payload_end]) != checksum:
         return None
-    return Frame(kind, sequence, data[payload_start:payload_end]), end
+    return Frame(kind, sequence, run, data[payload_start:payload_end]), end

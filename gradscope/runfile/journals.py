@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +25,20 @@ class Journal:
         num_bytes: Size.
         layouts: What its headers say, oldest first; empty when no header is whole.
         attributes: Root attributes of its last header.
-        rows: Record number to payload.
+        rows: Its records of rows, in the order of the file.
         damages: Stretches that are no whole record.
         last_told: Number of the last record before its last header, as that says; 0 without a header.
+        num_foreign: Whole records among its own that are of another run; they are left out.
     """
 
     name: str
     num_bytes: int
     layouts: tuple[Layout, ...]
     attributes: Mapping[str, Any]
-    rows: Mapping[int, bytes]
+    rows: tuple[frames.Frame, ...]
     damages: tuple[frames.Damage, ...]
     last_told: int
+    num_foreign: int
 
 
 def read_journal(path: Path) -> Journal:
@@ -47,17 +50,41 @@ def read_journal(path: Path) -> Journal:
     """
     data = path.read_bytes()
     found, damages = frames.scan(data)
+    (run, _), *_ = Counter(frame.run for frame in found).most_common(1) or [(0, 0)]
     layouts: list[Layout] = []
     attributes: dict[str, Any] = {}
+    rows: list[frames.Frame] = []
     last_told = 0
     for frame in found:
-        if frame.kind == frames.HEADER_KIND:
-            header = json.loads(frame.payload)
-            attributes, last_told = header["attributes"], frame.sequence
+        if frame.run != run:
+            continue
+        if frame.kind == frames.ROWS_KIND:
+            rows.append(frame)
+        elif (header := _header(frame)) is not None:
+            layout, attributes = header
+            last_told = frame.sequence
             check_version(path, attributes)
-            layouts.append(Layout.from_json(header["layout"]))
-    rows = {frame.sequence: frame.payload for frame in found if frame.kind == frames.ROWS_KIND}
-    return Journal(path.name, len(data), tuple(layouts), attributes, rows, tuple(damages), last_told)
+            layouts.append(layout)
+    return Journal(
+        path.name,
+        len(data),
+        tuple(layouts),
+        attributes,
+        tuple(rows),
+        tuple(damages),
+        last_told,
+        sum(frame.run != run for frame in found),
+    )
+
+
+def _header(frame: frames.Frame) -> tuple[Layout, dict[str, Any]] | None:
+    """Returns what a header says; None for a record that is no header of ours."""
+    try:
+        value = json.loads(frame.payload)
+        layout, attributes = Layout.from_json(value["layout"]), dict(value["attributes"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return (layout, attributes) if frame.run == frames.run_tag(str(attributes.get("run_id"))) else None
 
 
 def read_journals(paths: RunPaths) -> tuple[Journal, ...]:

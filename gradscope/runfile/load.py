@@ -6,6 +6,7 @@ rows, so whatever has gone from the journals is in the file that is opened after
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import h5py
 
 from gradscope.errors import RunFileError
-from gradscope.runfile import batch, store
+from gradscope.runfile import batch, frames, store
 from gradscope.runfile.check import check_version, is_newer, read_group, unreadable
 from gradscope.runfile.content import Content, Superseded, spanned
 from gradscope.runfile.damage import of_journals, usable
@@ -87,7 +88,7 @@ def _load(path: str | Path) -> Loaded:
     if stored is None and not readable:
         raise RunFileError(_nothing_there(path, paths))
     base = stored or empty_content(journals)
-    check_same_run(paths, journals, base.attributes)
+    check_same_run(paths, journals, {} if stored is None else stored.attributes)
     rows = pending_rows(journals, base)
     # Attributes of a journal older than the file would bring back what a later resume or close has changed.
     own = readable[-1].attributes if readable and (rows.batches or stored is None) else {}
@@ -112,26 +113,39 @@ def _warn_of_newer(path: str | Path, version: str) -> None:
 
 def empty_content(journals: Sequence[Journal]) -> Content:
     """Returns a run without rows, in the newest layout that the journals tell of."""
-    layouts = [layout for journal in journals for layout in journal.layouts]
-    if not layouts:
+    readable = [journal for journal in journals if journal.layouts]
+    if not readable:
         raise RunFileError(f"{', '.join(journal.name for journal in journals)}: no header is readable.")
-    return Content(layouts[-1], {})
+    return Content(readable[-1].layouts[-1], {"run_id": readable[-1].attributes["run_id"]})
 
 
 def pending_rows(journals: Sequence[Journal], base: Content) -> Pending:
-    """Returns what the journals hold beyond `base`, each record once, in the order of writing."""
+    """Returns what the journals hold beyond `base`, each record once, in the order of writing.
+
+    Records of another run count as absent, as do those in a layout that is lost.
+    """
     layouts = [base.layout, *(layout for journal in journals for layout in journal.layouts)]
     identities = {layout.identity for layout in layouts}
     done = int(base.attributes.get("journal_sequence", 0))
-    payloads = {n: payload for journal in journals for n, payload in journal.rows.items() if n > done}
-    known = [n for n in sorted(payloads) if batch.layout_identity(payloads[n]) in identities]
+    run = frames.run_tag(str(base.attributes.get("run_id")))
+    payloads = {
+        frame.sequence: frame.payload
+        for journal in journals
+        for frame in journal.rows
+        if frame.sequence > done and frame.run == run
+    }
+    decoded = (_decoded(payloads[n], identities) for n in sorted(payloads))
+    batches = [rows for rows in decoded if rows is not None]
     last = max(payloads, default=done)
-    return Pending(
-        [batch.decode(payloads[n]) for n in known],
-        max(layouts, key=lambda layout: layout.extent),
-        last,
-        last - done - len(known),
-    )
+    return Pending(batches, max(layouts, key=lambda layout: layout.extent), last, last - done - len(batches))
+
+
+def _decoded(payload: bytes, identities: set[int]) -> batch.Batch | None:
+    """Returns a record's rows; None for one in an unknown layout or not written by us."""
+    try:
+        return batch.decode(payload) if batch.layout_identity(payload) in identities else None
+    except (ValueError, KeyError, TypeError, struct.error):
+        return None
 
 
 def read_file(path: Path) -> Content:

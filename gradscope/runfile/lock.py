@@ -1,111 +1,171 @@
-"""Keeps a second writer off a run, without ever being left behind by one that was killed."""
+"""Keeps a second writer off a run, on any file system, without being left behind by one that died.
+
+No lock of the kernel is used: over a network they may be absent, or be held by nobody. Each writer announces
+itself in a file of its own beside the run and looks for others afterwards. Of two that begin at once at least
+the later one sees the other, so never both go on.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
+import threading
+import time
+import uuid
+import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gradscope.errors import RunFileError
+from gradscope.runfile import durable
+from gradscope.runfile.process import Process, is_alive, myself
+
+BEAT_SECONDS = 10.0
+"""A writer touches its announcement this often, from a thread of its own."""
+WATCH_SECONDS = 45.0
+"""Without a touch for this long, a writer whose process cannot be looked up from here counts as dead."""
+_POLL_SECONDS = 0.2
+_UNSIGNED = ".new"
+"""End of the name of an announcement that is being written."""
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """A writer's file: where it stands, who signed it (None: unreadable), when it was touched last."""
+
+    path: Path
+    process: Process | None
+    touched: float | None
+
+    @property
+    def name(self) -> str:
+        if self.process is None:
+            return f"a writer that cannot be identified ({self.path.name})"
+        return f"process {self.process.pid} on {self.process.host}"
 
 
 class WriterLock:
-    """An exclusive lock on a file beside the run, which the kernel gives back when its holder dies.
-
-    The file names the holder. Should processes that the holder forked live on and keep the lock, the holder's
-    absence from this host's process table is what counts.
+    """The right to write a run, from construction to `release`.
 
     Args:
-        path: The lock file.
+        path: The lock's name; the announcements are called `NAME.ID`.
 
     Raises:
         RunFileError: Another writer, in this process or another, is at work on the run.
+        OSError: The folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor = self._acquire()
+        self._path = path
+        self._own = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
+        self._ended = threading.Event()
+        self._announce()
+        threading.Thread(target=self._beat, name="gradscope-lock", daemon=True).start()
+
+    def claim(self) -> None:
+        """Makes sure that the run is still this writer's, as it is unless its folder was away.
+
+        Raises:
+            RunFileError: Another writer has taken the run.
+            OSError: The folder cannot be written.
+        """
+        if not self._own.exists():
+            self._announce()
 
     def release(self) -> None:
-        """Gives the lock back and deletes its file."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        """Gives the run free."""
+        self._ended.set()
+        durable.remove(self._own)
 
-    def _acquire(self) -> int:
-        while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _announce(self) -> None:
+        temporary = self._own.with_name(self._own.name + _UNSIGNED)
+        with temporary.open("w", encoding="utf-8") as file:
+            place = {"inode": os.fstat(file.fileno()).st_ino, "path": str(self._own.resolve())}
+            json.dump({**asdict(myself()), **place}, file)
+        durable.rename(temporary, self._own)
+        try:
+            for other in _announcements(self._path):
+                if other.path != self._own:
+                    self._outlive(other)
+        except BaseException:
+            durable.remove(self._own)
+            raise
+
+    def _outlive(self, other: _Announcement) -> None:
+        """Removes what a dead writer left behind.
+
+        Raises:
+            RunFileError: It is not dead.
+        """
+        alive = _is_alive(other)
+        if alive is None:
+            warnings.warn(
+                f"{self._path.with_suffix('')}: {other.name} announced to write this run; waiting up to "
+                f"{WATCH_SECONDS:.0f} s to see whether it is alive.",
+                UserWarning,
+                stacklevel=2,
+            )
+            alive = _is_touched(other)
+        if alive:
+            raise RunFileError(
+                f"{self._path.with_suffix('')}: {other.name} is writing this run. End it first, or write "
+                f"elsewhere. If it is gone for good, delete {other.path.name}."
+            )
+        durable.remove(other.path)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = _holder(descriptor)
-                os.close(descriptor)
-                if holder is None or _is_alive(holder):
-                    raise RunFileError(self._refusal(holder)) from None
-                self.path.unlink(missing_ok=True)
-                continue
-            if _is_same_file(descriptor, self.path):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, _myself(), 0)
-                return descriptor
-            os.close(descriptor)  # its last holder deleted the file between our open and our lock
-
-    def _refusal(self, holder: dict[str, object] | None) -> str:
-        run = self.path.with_suffix("")
-        return f"{run}: {_name(holder)} is writing this run. End it first, or write elsewhere."
-
-
-def _myself() -> bytes:
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-
-
-def _name(holder: dict[str, object] | None) -> str:
-    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-
-
-def _holder(descriptor: int) -> dict[str, object] | None:
-    try:
-        value = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return None  # locked a moment ago, not signed yet
-    return value if isinstance(value, dict) and {"pid", "host"} <= set(value) else None
-
-
-def _is_alive(holder: dict[str, object]) -> bool:
-    if holder["host"] != socket.gethostname():
-        return True
-    try:
-        os.kill(int(str(holder["pid"])), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+                os.utime(self._own)
+            except OSError:
+                continue  # the folder is away; `claim` says so where it matters
 
 
 def writer_of(path: Path) -> str | None:
-    """Returns who holds a writer's lock, `process 12 on host`; None when nobody does.
+    """Returns who announced to write a run, `process 12 on host`; None when nobody who may be alive did."""
+    for other in _announcements(path):
+        if _is_alive(other) is not False:
+            return other.name
+    return None
 
-    A lock file that cannot be opened counts as held.
-    """
+
+def _announcements(path: Path) -> list[_Announcement]:
+    files = (own for own in sorted(path.parent.iterdir()) if own.name.startswith(f"{path.name}."))
+    found = (_read(own) for own in files if own.suffix != _UNSIGNED)
+    return [announcement for announcement in found if announcement is not None]
+
+
+def _read(path: Path) -> _Announcement | None:
+    """Returns what an announcement says; None for one that is gone or came here with a copy of the run."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open(encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            value = json.load(file)
+            # A file system may renumber its files, or be mounted under another name, but hardly both.
+            if value["inode"] != status.st_ino and value["path"] != str(path.resolve()):
+                return None
+            return _Announcement(path, Process.from_json(value), status.st_mtime)
     except FileNotFoundError:
         return None
     except PermissionError:
-        return f"a writer whose {path.name} this user may not read"
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _name(_holder(descriptor))
-    finally:
-        os.close(descriptor)
-    return None
+        return _Announcement(path, None, None)
+    except (ValueError, KeyError, TypeError):  # torn when the machine went down
+        return _Announcement(path, None, path.stat().st_mtime)
+
+
+def _is_alive(writer: _Announcement) -> bool | None:
+    """Returns whether a writer is alive; None where its process cannot be looked up from here."""
+    return None if writer.process is None else is_alive(writer.process)
+
+
+def _is_touched(writer: _Announcement) -> bool:
+    """Watches for a sign of life; clocks of two machines are never compared."""
+    end = time.monotonic() + WATCH_SECONDS
+    while time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+        now = _read(writer.path)
+        if now is None:
+            return False
+        if now.touched is None or now.touched != writer.touched:
+            return True
+    return False

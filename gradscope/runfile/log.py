@@ -11,15 +11,20 @@ from typing import Any, NamedTuple
 from gradscope.errors import RunFileError
 from gradscope.runfile import batch, compaction, frames
 from gradscope.runfile.batch import Batch
+from gradscope.runfile.compaction import Task
+from gradscope.runfile.compaction_child import WORTH_A_CHILD, ChildError, build_in_child
 from gradscope.runfile.damage import lost_records, num_records
-from gradscope.runfile.journal import JournalWriter
+from gradscope.runfile.durable import Fsync
+from gradscope.runfile.journal import NO_ROOM, JournalWriter
 from gradscope.runfile.layout import Layout
+from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.resume import Start
+from gradscope.schema import describe_tables
 
 _COMPACT_AT_LEAST = 64
 _COMPACT_FRACTION = 0.1
-_MAX_WAITING = 4096
+_MOST_WAITING = 256 * 2**20
 _FINAL_SPREAD = 1.2
 
 
@@ -42,22 +47,32 @@ class RunLog:
     Args:
         paths: Of the run.
         start: Where to begin.
-        fsync: Whether each record is forced to the disk.
+        lock: The right to write the run.
+        fsync: When journals are forced to the disk.
     """
 
-    def __init__(self, paths: RunPaths, start: Start, *, fsync: bool) -> None:
+    def __init__(self, paths: RunPaths, start: Start, lock: WriterLock, *, fsync: Fsync) -> None:
         self._paths = paths
+        self._lock = lock
+        self._fsync = fsync
+        self._run = frames.run_tag(start.attributes["run_id"])
         self._attributes = dict(start.attributes)
         self._layout = start.layout
         self._sequence = start.sequence
         self._num_stored, self._num_pending = start.num_steps, 0
         self._troubles: list[Trouble] = []
-        self._is_full = False
+        self._is_waiting = False
         self._num_dropped = 0
         self._compaction_failed = False
+        self._sync_failed = False
         self._running: Future[int] | None = None
         self._journal = JournalWriter(
-            paths, start.journal_number, self._header(), fsync=fsync, max_waiting=_MAX_WAITING
+            paths,
+            start.journal_number,
+            self._header(),
+            lock.claim,
+            sync_records=fsync == "record",
+            most_waiting=_MOST_WAITING,
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradscope-compaction")
 
@@ -68,7 +83,7 @@ class RunLog:
             self._journal.append(self._header())
         self._sequence += 1
         payload = batch.encode(rows, layout)
-        self._journal.append(frames.Frame(frames.ROWS_KIND, self._sequence, payload))
+        self._journal.append(frames.Frame(frames.ROWS_KIND, self._sequence, self._run, payload))
         self._num_pending += 1
         self._watch_queue()
 
@@ -90,9 +105,31 @@ class RunLog:
             self._note_failure(error)
             return
         self._num_stored, self._num_pending = self._num_stored + self._num_pending, 0
-        self._running = self._pool.submit(
-            compaction.compact, self._paths, before=self._journal.number, attributes=self._attributes
-        )
+        task = Task(self._paths.file, self._journal.number, self._attributes)
+        self._running = self._pool.submit(self._compact, task)
+
+    def _compact(self, task: Task) -> int:
+        """Folds journals in while training goes on; returns how many records are missing."""
+        if task.num_bytes() < WORTH_A_CHILD:
+            return compaction.compact(task, self._lock.claim)
+        try:
+            return compaction.compact(task, self._lock.claim, make=build_in_child)
+        except ChildError as error:
+            why = f"{self._paths.file}: no process of its own for compaction ({error}); done in this one."
+            self._troubles.append(Trouble("compaction_failed", why))
+            return compaction.compact(task, self._lock.claim)
+
+    def checkpoint(self) -> None:
+        """Makes what has been written survive a loss of power, if that is the policy."""
+        if self._fsync == "never":
+            return
+        try:
+            self._journal.sync()
+        except OSError as error:
+            if not self._sync_failed:
+                why = f"{self._paths.directory}: fsync failed ({error}); a loss of power may cost records."
+                self._troubles.append(Trouble("write_failed", why))
+            self._sync_failed = True
 
     def finish_compaction(self) -> None:
         """Waits for a running compaction and takes note of how it went."""
@@ -112,18 +149,14 @@ class RunLog:
         self.finish_compaction()
         self._pool.shutdown()
         self._journal.flush()
-        if self._journal.num_waiting:
-            num = self._journal.num_waiting
-            self._troubles.append(
-                Trouble("dropped_records", f"{num_records(num)} never got onto the full disk.")
-            )
+        if num := self._journal.num_waiting:
+            why = f"{num_records(num)} never got onto the disk ({self._journal.trouble})."
+            self._troubles.append(Trouble("dropped_records", why))
         self._journal.close()
         final = {**self._attributes, **attributes}
         try:
-            num_missing = compaction.compact(
-                self._paths, before=self._journal.number + 1, attributes=final, most_spread=_FINAL_SPREAD
-            )
-            self._note_missing(num_missing)
+            task = Task(self._paths.file, self._journal.number + 1, final, _FINAL_SPREAD)
+            self._note_missing(compaction.compact(task, self._lock.claim))
         except Exception as error:  # as above
             self._note_failure(error)
 
@@ -133,26 +166,27 @@ class RunLog:
         return troubles
 
     def _header(self) -> frames.Frame:
-        value = {"attributes": self._attributes, "layout": json.loads(self._layout.to_json())}
-        return frames.Frame(frames.HEADER_KIND, self._sequence, json.dumps(value).encode())
+        value = {
+            "attributes": self._attributes,
+            "layout": json.loads(self._layout.to_json()),
+            "schema": describe_tables(),
+        }
+        return frames.Frame(frames.HEADER_KIND, self._sequence, self._run, json.dumps(value).encode())
 
     def _watch_queue(self) -> None:
-        is_full = self._journal.num_waiting > 0
-        if is_full and not self._is_full:
-            self._troubles.append(
-                Trouble(
-                    "disk_full",
-                    f"{self._paths.directory}: the journal cannot be written (disk full?). "
-                    "Training goes on; records wait in memory. Make room.",
-                )
-            )
+        trouble = self._journal.trouble
+        if trouble is not None and not self._is_waiting:
+            kind = "disk_full" if trouble.errno in NO_ROOM else "write_failed"
+            why = trouble.strerror or str(trouble)
+            sentence = f"{self._paths.directory}: the journal cannot be written ({why.rstrip('.')})."
+            self._troubles.append(Trouble(kind, f"{sentence} Training goes on; records wait in memory."))
         num_new = self._journal.num_dropped - self._num_dropped
-        if not is_full and num_new:
+        if trouble is None and num_new:
             self._num_dropped = self._journal.num_dropped
             self._troubles.append(
-                Trouble("dropped_records", f"{lost_records(num_new)}, dropped while the disk was full.")
+                Trouble("dropped_records", f"{lost_records(num_new)}, dropped while the disk took none.")
             )
-        self._is_full = is_full
+        self._is_waiting = trouble is not None
 
     def _note_missing(self, num_missing: int) -> None:
         self._compaction_failed = False

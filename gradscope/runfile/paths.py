@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,14 +36,13 @@ class RunPaths:
         """What people call the run: its directory, or a file that is not called as usual."""
         return self.directory.resolve().name if self.file.name == RUN_FILE else self.file.stem
 
-    @property
     def temporary(self) -> Path:
-        """The copy that a compaction works on."""
-        return self.file.with_name(self.file.name + ".tmp")
+        """Returns a name for a new run file until it is whole; no two are the same."""
+        return self.file.with_name(f"{self.file.name}.{uuid.uuid4().hex[:12]}.tmp")
 
     @property
     def lock(self) -> Path:
-        """Held by the writer."""
+        """Name of the writer's lock, see `lock.WriterLock`."""
         return self.file.with_name(self.file.name + ".lock")
 
     @property
@@ -65,7 +65,8 @@ class RunPaths:
 
     def left_behind(self) -> list[Path]:
         """Returns temporary files that a killed writer did not get to rename."""
-        return [path for path in self.directory.iterdir() if path.match(f"{self.file.name}*.tmp")]
+        files = self.directory.iterdir()
+        return [path for path in files if path.name.startswith(self.file.name) and path.suffix == ".tmp"]
 
     def exists(self) -> bool:
         """Returns whether a run, or the beginning of one, is there."""

@@ -9,7 +9,9 @@ from typing import Any
 
 from gradscope.runfile import provenance
 from gradscope.runfile.columns import Row, entries, number
+from gradscope.runfile.durable import Fsync
 from gradscope.runfile.intake import Intake
+from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.log import RunLog
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.resume import Start
@@ -24,15 +26,18 @@ class Recorder:
         paths: Of the run.
         start: Where to begin.
         policies: Role or slot to policy.
-        fsync: Whether each record is forced to the disk.
+        lock: The right to write the run.
+        fsync: When journals are forced to the disk.
     """
 
-    def __init__(self, paths: RunPaths, start: Start, policies: Mapping[str, str], *, fsync: bool) -> None:
+    def __init__(
+        self, paths: RunPaths, start: Start, policies: Mapping[str, str], lock: WriterLock, *, fsync: Fsync
+    ) -> None:
         self._intake = Intake(start.layout, policies)
         self._next = dict(start.next_numbers)
         self._segment = start.segment
         self._coverage: dict[str, tuple[str, ...]] = {}
-        self._log = RunLog(paths, start, fsync=fsync)
+        self._log = RunLog(paths, start, lock, fsync=fsync)
         if start.rows:
             self._log.put(start.rows, start.layout)
 
@@ -89,7 +94,8 @@ class Recorder:
         self._intake.notice(key, sentence)
 
     def compact(self, *, wait: bool) -> None:
-        """Starts a compaction; with `wait`, one that has everything in it is done on return."""
+        """Starts a compaction at a checkpoint; with `wait`, one of everything is done on return."""
+        self._log.checkpoint()
         if wait:
             self._log.finish_compaction()
         self._log.start_compaction()

@@ -12,6 +12,7 @@ from typing import Any
 from gradscope.errors import RunFileError, SchemaError
 from gradscope.runfile import provenance
 from gradscope.runfile.columns import Row
+from gradscope.runfile.durable import Fsync, checked_fsync
 from gradscope.runfile.layout import Layout, policy_of_slots
 from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.mirror import MetricsMirror
@@ -40,14 +41,15 @@ class RunWriter:
         seed: The run's seed.
         resume_from_step: Step of the checkpoint that training goes on from. Later rows of the run in `path`
             move to `/superseded`. None starts a new run.
-        fsync: Whether each record is forced to the disk, which power failure needs and a crash does not.
+        fsync: When journals are forced to the disk, which a loss of power needs and a crash does not:
+            `never`, `checkpoint` (whenever `compact` is called) or `record` (before each append returns).
         world_size: Number of training processes.
         hardware: What the run runs on; by default processor, cores and platform.
 
     Raises:
         RunFileError: A run is there and `resume_from_step` was not given, or the other way round; another
             writer is at work; or the run there cannot be read.
-        SchemaError: A slot has no policy, or changed its role or policy since the run began.
+        SchemaError: A slot has no policy, or changed its role or policy since the run began; `fsync` is none.
         UnknownNameError: A key of `policies` is neither slot nor role.
     """
 
@@ -60,12 +62,13 @@ class RunWriter:
         config: Mapping[str, Any] | None = None,
         seed: int | None = None,
         resume_from_step: int | None = None,
-        fsync: bool = False,
+        fsync: Fsync = "checkpoint",
         world_size: int = 1,
         hardware: str | None = None,
     ) -> None:
         layout = Layout.of_slots(slots, policy_of_slots(slots, policies))
         attributes = provenance.root_attributes(config, seed, hardware)
+        policy = checked_fsync(fsync)
         self.paths = RunPaths.of(path)
         self._closed = False
         try:
@@ -75,7 +78,7 @@ class RunWriter:
                 start = self._start(layout, attributes, resume_from_step, world_size)
                 self._last_step = start.from_step
                 self._mirror = MetricsMirror(self.paths.metrics, keep_to_step=resume_from_step)
-                self._recorder = Recorder(self.paths, start, policies, fsync=fsync)
+                self._recorder = Recorder(self.paths, start, policies, self._lock, fsync=policy)
                 if self._mirror.num_foreign:
                     self._recorder.notice("foreign", self._mirror.foreign_notice)
             except BaseException:
@@ -250,7 +253,9 @@ class RunWriter:
         self._recorder.settle(step)
 
     def compact(self, *, wait: bool = False) -> None:
-        """Moves what is in the journals into `run.h5`, in a thread of its own.
+        """Moves what is in the journals into `run.h5`, in the background; to be called at checkpoints.
+
+        Unless `fsync` is `never`, all that was appended before is on the disk when it returns.
 
         Args:
             wait: Whether to return only when it is done.

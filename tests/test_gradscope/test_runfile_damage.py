@@ -1,6 +1,5 @@
 """What of a run is lost or unusable is said: by a warning, an attribute and `gradscope inspect`."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -132,18 +131,24 @@ def test_a_run_file_of_another_run_is_refused(tmp_path):
     )
 
 
-def test_journals_of_two_runs_are_refused_and_one_without_an_id_is_read(tmp_path):
+def test_journals_of_two_runs_are_refused(tmp_path):
     one, other = (killed_run(tmp_path / name, stored=0, waiting=2) for name in ("one", "other"))
     data = journal_of(other).read_bytes()
     (one / "run.h5.wal.000001").write_bytes(data)
     with pytest.raises(RunFileError, match=r"wal\.000000 is of run \w+, run\.h5\.wal\.000001 of run"):
         open_run(one)
-    found, _ = frames.scan(data)
-    header = json.loads(found[0].payload)
-    del header["attributes"]["run_id"]
-    bare = frames.Frame(frames.HEADER_KIND, 0, json.dumps(header).encode())
-    (one / "run.h5.wal.000001").write_bytes(frames.encode(bare))
-    assert open_run(one)["train"]["step"].values.tolist() == [0, 1]
+
+
+def test_records_of_another_run_in_a_journal_are_left_out_and_told(tmp_path):
+    """As when a file system mixes up blocks: whole records, right checksums, numbers that fit."""
+    one, other = (
+        killed_run(tmp_path / name, stored=0, waiting=num) for name, num in (("one", 5), ("other", 7))
+    )
+    foreign, _ = frames.scan(journal_of(other).read_bytes())
+    with journal_of(one).open("ab") as file:
+        file.write(b"".join(frames.encode(frame) for frame in foreign[5:]))
+    run = opened(one, "run.h5.wal.000000: 4 records of another run, left out.")
+    assert run["train"]["step"].values.tolist() == list(range(5))
 
 
 def test_a_live_writer_keeps_off_a_run_file_of_another_run(tmp_path):

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from gradscope.errors import RunFileError
+from gradscope.errors import RunFileError, SchemaError
 from gradscope.runfile import RunWriter, frames, open_run
 from gradscope.runfile.load import load
 
@@ -17,7 +17,8 @@ POLICIES = {"a": "p"}
 
 def make_frames(num):
     rng = np.random.default_rng(0)
-    return [frames.Frame(frames.ROWS_KIND, n, rng.bytes(int(rng.integers(0, 60)))) for n in range(1, num + 1)]
+    payloads = [rng.bytes(int(rng.integers(0, 60))) for _ in range(num)]
+    return [frames.Frame(frames.ROWS_KIND, n + 1, 7, payload) for n, payload in enumerate(payloads)]
 
 
 def test_a_cut_journal_gives_back_exactly_its_whole_frames():
@@ -177,8 +178,18 @@ def test_compaction_on_a_full_disk_leaves_file_and_journals(tmp_path, file_size_
     assert open_run(tmp_path)["train"]["loss"].values.tolist() == [0, 1]
 
 
+def journal_of_a_step(path):
+    """Returns the journal of a run of one step, numbered as those below."""
+    writer = RunWriter(path, slots=SLOTS, policies=POLICIES)
+    writer.append(10, metrics={"loss": 10})
+    data = (path / "run.h5.wal.000000").read_bytes()
+    writer.close()
+    return data
+
+
 def test_memory_for_waiting_records_is_bounded_and_the_loss_is_told(tmp_path, file_size_limit, monkeypatch):
-    monkeypatch.setattr("gradscope.runfile.log._MAX_WAITING", 10)
+    record = frames.encode(frames.scan(journal_of_a_step(tmp_path / "sized"))[0][-1])
+    monkeypatch.setattr("gradscope.runfile.log._MOST_WAITING", 10 * len(record) + len(record) // 2)
     writer = RunWriter(tmp_path, slots=SLOTS, policies=POLICIES)
     writer.append(0, metrics={"loss": 0.0})
     file_size_limit((tmp_path / "run.h5.wal.000000").stat().st_size)
@@ -195,12 +206,19 @@ def test_memory_for_waiting_records_is_bounded_and_the_loss_is_told(tmp_path, fi
     assert steps[-10:] == list(range(21, 31))
     dropped = run["events"].to_dataset().isel(event=run["events"]["kind"].values == "dropped_records")
     assert len(dropped["event"]) == 1
-    assert dropped["message"].item().endswith("records are lost, dropped while the disk was full.")
+    assert dropped["message"].item().endswith("records are lost, dropped while the disk took none.")
 
 
-def test_fsync_writes_the_same(tmp_path):
-    with RunWriter(tmp_path, slots=SLOTS, policies=POLICIES, fsync=True) as writer:
+@pytest.mark.parametrize("fsync", ["never", "checkpoint", "record"])
+def test_every_fsync_policy_writes_the_same(tmp_path, fsync):
+    with RunWriter(tmp_path, slots=SLOTS, policies=POLICIES, fsync=fsync) as writer:
         writer.append(0, metrics={"loss": 1.0})
         writer.compact(wait=True)
         writer.append(1, metrics={"loss": 2.0})
     assert open_run(tmp_path)["train"]["loss"].values.tolist() == [1, 2]
+
+
+def test_an_unknown_fsync_policy_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(SchemaError, match=r"'always' is no policy\. Allowed: never, checkpoint, record"):
+        RunWriter(tmp_path / "run", slots=SLOTS, policies=POLICIES, fsync="always")
+    assert not (tmp_path / "run").exists()

@@ -194,6 +194,8 @@ class ProbesSection(Section):
 class RunSection(Section):
     """What a run directory keeps."""
 
+    fsync: Literal["never", "checkpoint", "record"] = "checkpoint"
+    """When the log is forced to the disk, which matters when the machine goes down; a crash costs nothing."""
     episodes_every: int = Field(default=10, ge=0)
     """Steps between records of what was said (`episodes/`), 0 for none."""
     episodes_per_step: int = Field(default=8, ge=1)
