@@ -84,6 +84,8 @@ class SlotAccumulators:
 
     Attributes:
         closed: Whether the sums are those of an update that has its record; what arrives next starts anew.
+        left_out: Covered parameters, by identity, of which this update cannot tell the slots apart.
+        undivided: Slots of which some gradient is known as a whole only, not by half and label.
     """
 
     def __init__(self, policy: Policy, cells: Cells, reduction: Reduction) -> None:
@@ -93,6 +95,8 @@ class SlotAccumulators:
         self.closed = False
         self._dtypes: set[torch.dtype] = set()
         self.eps = max(torch.finfo(parameter.dtype).eps for parameter in policy.covered.values())
+        self.left_out: set[int] = set()
+        self.undivided: set[int] = set()
         self._seen: set[int] = set()
         self._blocks: list[Block] = []
         self._stacked: dict[int, torch.Tensor] = {}
@@ -109,6 +113,17 @@ class SlotAccumulators:
         self._open()
         self._seen.add(id(parameter))
         return self._views[id(parameter)]
+
+    def leave_out(self, parameter: nn.Parameter) -> None:
+        """Takes a parameter out of this update: its gradient holds slots that nobody can tell apart."""
+        for sum_ in self.separate(parameter):
+            sum_.zero_()
+        self.left_out.add(id(parameter))
+
+    def coverage(self) -> tuple[str, ...]:
+        """Returns the trainable parameters that this update's products leave out."""
+        left_out = (name for name, p in self.policy.covered.items() if id(p) in self.left_out)
+        return (*self.policy.uncovered, *left_out)
 
     def is_fresh(self, parameter: nn.Parameter) -> bool:
         """Whether nothing arrived for a parameter since the last reset: its sums may be overwritten."""
@@ -162,6 +177,8 @@ class SlotAccumulators:
         for block in self._blocks:
             block.sums.zero_()
         self._seen.clear()
+        self.left_out.clear()
+        self.undivided.clear()
         self.closed = False
 
     def local_blocks(self) -> list[Block]:
@@ -181,6 +198,7 @@ class SlotAccumulators:
 
     def summarise(self) -> Summary:
         """Returns the Gram matrix, and how the sum over cells compares with autograd's gradient."""
+        self._agree_on_left_out()
         num_cells = len(self.cells)
         numbers = np.zeros(num_cells * num_cells + 2)
         for block in self.local_blocks():
@@ -188,7 +206,8 @@ class SlotAccumulators:
             numbers += self.reduction.add_up(self._products(block)).cpu().numpy()
         gram = numbers[:-2].reshape(num_cells, num_cells)
         gap_square, covered_square = (float(number) for number in numbers[-2:])
-        rest = [p.grad for p in self.policy.uncovered.values() if p.grad is not None]
+        left_out = (p for p in self.policy.covered.values() if id(p) in self.left_out)
+        rest = [p.grad for p in (*self.policy.uncovered.values(), *left_out) if p.grad is not None]
         rest_square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in rest)
         return Summary(
             cells=self.cells,
@@ -210,10 +229,24 @@ class SlotAccumulators:
         """Returns the covered parameters whose sums differ most from autograd's gradient, and by how much."""
         gaps = []
         for name, parameter in self.policy.covered.items():
+            if id(parameter) in self.left_out:
+                continue
             total = self._stacked[id(parameter)].sum(0)
             gap = total if parameter.grad is None else total - parameter.grad
             gaps.append((name, float(torch.linalg.vector_norm(gap))))
         return sorted(gaps, key=lambda item: -item[1])[:number]
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return None if id(parameter) in self.left_out else parameter.grad
+
+    def _agree_on_left_out(self) -> None:
+        """Leaves out of all processes what one of them leaves out."""
+        hooked = [self.policy.covered[name] for name in self.policy.hooked]
+        if hooked:
+            flags = torch.tensor([float(id(p) in self.left_out) for p in hooked], dtype=torch.float64)
+            for parameter, flag in zip(hooked, self.reduction.add_up(flags).tolist(), strict=True):
+                if flag and id(parameter) not in self.left_out:
+                    self.leave_out(parameter)
 
     def _open(self) -> None:
         if self.closed:
@@ -242,7 +275,7 @@ class SlotAccumulators:
         result = torch.zeros(num_cells * num_cells + 2, device=block.sums.device, dtype=torch.float64)
         for segment in self.segments(block, num_rows=num_cells + 2):
             sums = block.sums[:, segment.start : segment.stop].double()
-            gradient = segment.gather(lambda parameter: parameter.grad, self.reduction)
+            gradient = segment.gather(self._gradient, self.reduction)
             gap = sums.sum(0) - gradient
             result[:-2] += (sums @ sums.T).flatten()
             result[-2] += gap @ gap

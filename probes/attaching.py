@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from torch import nn
 
 from gradscope.errors import ProbeError, nearest
+from gradscope.probes.covering import find_targets
+from gradscope.probes.refusals import refuse_models
 from gradscope.probes.routing import route_slots
 from gradscope.probes.scope import Scope
-from gradscope.probes.taps.capture import Tap
-from gradscope.probes.targets import find_targets
-
-Mode = Literal["auto", "observe"]
+from gradscope.probes.taps.choosing import MODES
+from gradscope.probes.targets import Layout, Mode
 
 
 def attach(
@@ -34,7 +33,9 @@ def attach(
         model: The model that the loop trains: any module; with PEFT adapters each adapter is a policy.
         slots: Slot -> role, in the order of every result.
         policies: Role or slot -> policy (adapter name); None sends all to the active adapter.
-        mode: `observe` leaves autograd's own weight gradients alone; `auto` chooses it.
+        mode: `observe` taps modules and leaves autograd's own weight gradients alone; `pure` hooks parameters
+            of any kind and takes micro-batches of one slot each; `auto` is `observe` with hooks for what taps
+            do not cover, exact in updates whose micro-batches hold one slot each.
         labels: Second labels that rows may carry beside their slot (right or wrong, sign of the advantage,
             turn); slots x labels are at most 32.
 
@@ -45,25 +46,29 @@ def attach(
     Warns:
         UserWarning: Some trainable parameters are not covered; `Scope.coverage` says which and why.
     """
-    if mode not in ("auto", "observe"):
+    if mode not in MODES:
         raise ProbeError(
-            f"attach(): unknown mode '{mode}'.{nearest(mode, ['observe'])} Allowed: auto, observe."
+            f"attach(): unknown mode '{mode}'.{nearest(mode, MODES)} Allowed: {', '.join(MODES)}."
         )
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):
-            raise ProbeError(
-                "attach(): the model is compiled; attach to the model that was given to torch.compile."
-            )
-        if any(isinstance(hook, Tap) for hook in module._forward_hooks.values()):
-            raise ProbeError(
-                f"attach(): the model is probed already (at '{name}'); call detach() of the first scope."
-            )
-    layout = find_targets(model, route_slots(model, slots, policies))
-    if layout.reasons:
-        names = list(layout.reasons)
-        warnings.warn(
-            f"{len(names)} trainable parameters are not covered, for instance '{names[0]}': "
-            f"{layout.reasons[names[0]]}. The Gram matrix leaves them out.",
-            stacklevel=2,
-        )
+    refuse_models(model)
+    routing = route_slots(model, slots, policies)
+    layout = find_targets(model, routing, mode)
+    _warn_of_gaps(layout)
     return Scope(model, slots, layout, labels=labels)
+
+
+def _warn_of_gaps(layout: Layout) -> None:
+    if layout.reasons:
+        name, reason = next(iter(layout.reasons.items()))
+        warnings.warn(
+            f"{len(layout.reasons)} trainable parameters are not covered, for instance '{name}': {reason}. "
+            "The Gram matrix leaves them out.",
+            stacklevel=3,
+        )
+    if layout.hooked and layout.mode != "pure":
+        first = layout.hooked[0]
+        warnings.warn(
+            f"{len(layout.hooked)} trainable parameters are covered only in updates whose micro-batches hold "
+            f"one slot each, for instance '{first.name}': {first.reason}. record.coverage names those left out.",
+            stacklevel=3,
+        )

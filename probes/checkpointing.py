@@ -2,51 +2,64 @@
 
 Non-reentrant checkpointing needs no help: the taps of the first run are the ones that see gradients.
 Reentrant checkpointing runs its first forward without gradients, so that only the taps of the second run
-count.
+count. All of it, called by transformers or by hand, goes through torch's `CheckpointFunction`, whose two
+halves are wrapped while a scope is attached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradscope.probes.taps.capture import Collector
 
-ATTRIBUTE = "_gradient_checkpointing_func"
-"""Where modules of transformers keep the checkpoint function that enabling gives them."""
+ATTRIBUTE = "_gradscope_rows"
+"""Where a checkpoint node keeps the rows of each scope."""
+
+_collectors: list[Collector] = []
+"""Those of the scopes attached now; torch's class is one for the whole process."""
+
+_originals: dict[str, Any] = {}
 
 
-def bind_checkpointing(model: nn.Module, collector: Collector) -> Callable[[], None]:
-    """Wraps the checkpoint function of every module that has one; returns what undoes it."""
-    originals = [
-        (module, function)
-        for module in model.modules()
-        if (function := module.__dict__.get(ATTRIBUTE)) is not None
-    ]
-    for module, function in originals:
-        setattr(module, ATTRIBUTE, _bound(function, collector))
+def bind_checkpointing(collector: Collector) -> Callable[[], None]:
+    """Wraps torch's checkpoint function for a scope; returns what undoes it."""
+    if not _collectors:
+        _originals.update({half: vars(CheckpointFunction)[half] for half in ("forward", "backward")})
+        wrapped = {
+            "forward": _remembering(CheckpointFunction.forward),
+            "backward": _restoring(CheckpointFunction.backward),
+        }
+        for half, function in wrapped.items():
+            setattr(CheckpointFunction, half, staticmethod(function))
+    _collectors.append(collector)
 
     def undo() -> None:
-        for module, function in originals:
-            setattr(module, ATTRIBUTE, function)
-        originals.clear()
+        if collector in _collectors:
+            _collectors.remove(collector)
+            if not _collectors:
+                for half, original in _originals.items():
+                    setattr(CheckpointFunction, half, original)
 
     return undo
 
 
-def _bound(checkpoint: Callable[..., Any], collector: Collector) -> Callable[..., Any]:
-    def checkpoint_with_rows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = collector.batch
+def _remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_with_rows(ctx: Any, *args: Any) -> Any:
+        setattr(ctx, ATTRIBUTE, [(collector, collector.rows) for collector in _collectors])
+        return forward(ctx, *args)
 
-        def with_rows(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            before, collector.recomputed = collector.recomputed, batch
-            try:
-                return function(*inner_args, **inner_kwargs)
-            finally:
-                collector.recomputed = before
+    return forward_with_rows
 
-        return checkpoint(with_rows, *args, **kwargs)
 
-    return checkpoint_with_rows
+def _restoring(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def backward_with_rows(ctx: Any, *args: Any) -> Any:
+        with ExitStack() as stack:
+            for collector, rows in getattr(ctx, ATTRIBUTE, ()):
+                stack.enter_context(collector.recomputing(rows))
+            return backward(ctx, *args)
+
+    return backward_with_rows

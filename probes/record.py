@@ -74,7 +74,7 @@ def make_record(
         slots=slots,
         gram=_among_all(summary.gram, rows.there, sums.cells),
         counts=rows.counts,
-        coverage=tuple(policy.uncovered),
+        coverage=sums.coverage(),
         scalars={"grad_norm": summary.grad_norm, "learning_rate": _learning_rate(optimizer, policy)},
         gram_cross=_gram_cross(summary, rows),
         labels=labels,
@@ -92,6 +92,7 @@ class _Rows:
         of_cell: Number of rows (tokens when packed) of each cell, `[C]`.
         halved: Whether problems were given for any.
         without_problem: Which of the policy's slots have a row without known problem, `[K]`.
+        undivided: Which have gradients that are known as a whole only, not by half and label, `[K]`.
         there: Which have rows, `[K]`.
     """
 
@@ -99,6 +100,7 @@ class _Rows:
     of_cell: NDArray[np.int64]
     halved: bool
     without_problem: NDArray[np.bool_]
+    undivided: NDArray[np.bool_]
     there: NDArray[np.bool_]
 
 
@@ -110,16 +112,20 @@ def _count_rows(sums: SlotAccumulators, batches: Sequence[RowBatch], num_slots: 
         *counts.values(),
         sum((batch.num_rows(cells) for batch in batches), np.zeros(len(cells), dtype=np.int64)),
         np.sum(unknown, axis=0),
+        [slot in sums.undivided for slot in cells.slots],
         [sum(batch.halved for batch in batches)],
     ]
     sizes = np.cumsum([len(part) for part in parts])[:-1]
     numbers = torch.from_numpy(np.concatenate(parts).astype(np.float64))
-    *totals, of_cell, without_problem, halved = np.split(sums.reduction.add_up(numbers).numpy(), sizes)
+    *totals, of_cell, without_problem, undivided, halved = np.split(
+        sums.reduction.add_up(numbers).numpy(), sizes
+    )
     return _Rows(
         counts=dict(zip(counts, totals, strict=True)),
         of_cell=of_cell.astype(np.int64),
         halved=bool(halved[0]),
         without_problem=without_problem > 0,
+        undivided=undivided > 0,
         there=totals[list(counts).index("num_rows")][list(cells.slots)] > 0,
     )
 
@@ -129,13 +135,14 @@ def _gram_cross(summary: Summary, rows: _Rows) -> NDArray[np.float64] | None:
     if not rows.halved:
         return None
     cross = summary.cells.cross_gram(summary.cell_gram, rows.of_cell)
-    return _among_all(cross, rows.there & ~rows.without_problem, summary.cells)
+    return _among_all(cross, rows.there & ~rows.without_problem & ~rows.undivided, summary.cells)
 
 
 def _label_gram(summary: Summary, rows: _Rows) -> NDArray[np.float64]:
     """Returns the products of slots x labels, `[S, L, S, L]`; NaN where such rows are absent."""
     cells = summary.cells
     there_KL = rows.of_cell.reshape(cells.num_halves, len(cells.slots), cells.num_labels).sum(0) > 0
+    there_KL &= ~rows.undivided[:, None]
     products = cells.label_gram(summary.cell_gram)
     products[~there_KL] = np.nan
     products[:, :, ~there_KL] = np.nan

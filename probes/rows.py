@@ -120,6 +120,7 @@ class RowBatch:
         self.slots = frozenset(self.slot_N) - {UNTAGGED}
         self.cuts: dict[Hashable, object] = {}
         self._runs = tuple(_runs(self.cell_N))
+        self._places: dict[tuple[Cells, torch.device], torch.Tensor] = {}
         self._plans: dict[tuple[Cells, bool, torch.device], RowPlan] = {}
         self._blocks: dict[tuple[Cells, torch.device], RowBlocks | None] = {}
 
@@ -160,6 +161,14 @@ class RowBatch:
             if run.cell in cells.local:
                 numbers[cells.local[run.cell]] += run.stop - run.start
         return numbers
+
+    def places(self, cells: Cells, device: torch.device) -> torch.Tensor:
+        """Returns where each row's cell is among those of a policy, `[N]`; C for a row of none of them."""
+        key = (cells, device)
+        if key not in self._places:
+            places = [cells.local.get(cell, len(cells)) for cell in self.cell_N]
+            self._places[key] = torch.tensor(places, device=device)
+        return self._places[key]
 
     def plan(self, cells: Cells, device: torch.device, *, tokens_per_row: int | None = None) -> RowPlan:
         """Returns how the rows are cut into the cells of a policy.

@@ -17,7 +17,9 @@ from gradscope.probes.record import check_policy_without_rows, driven_policies, 
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.row_input import read_rows
 from gradscope.probes.rows import RowBatch
-from gradscope.probes.taps.capture import Collector, Tap
+from gradscope.probes.taps.capture import Collector
+from gradscope.probes.taps.placing import place
+from gradscope.probes.taps.pure import check_one_slot
 from gradscope.probes.targets import Layout
 from gradscope.probes.verify import Verification, compare_with_masked_loss, untouched
 from gradscope.runfile.update import UpdateRecord
@@ -32,7 +34,8 @@ class Scope:
         model: The probed model.
         slots: Slot -> role.
         labels: The declared labels.
-        coverage: Uncovered trainable parameters with the reason; empty when all are covered.
+        coverage: Trainable parameters that no tap covers, with the reason; those with a hook of their own are
+            measured in updates whose micro-batches hold one slot each.
         residuals: Policy -> relative gap between the sum of the slot gradients and autograd's gradient in the
             last update; NaN when that gradient was not finite.
     """
@@ -49,7 +52,7 @@ class Scope:
         self.model = model
         self.slots = dict(slots)
         self.labels = check_labels(labels, len(self.slots))
-        self.coverage = dict(layout.reasons)
+        self.coverage = layout.reasons | {one.name: one.reason for one in layout.hooked}
         self.residuals: dict[str, float] = {}
         self._layout = layout
         self._index = {slot: index for index, slot in enumerate(slots)}
@@ -61,11 +64,8 @@ class Scope:
             slot: policy.name for policy in layout.policies.values() for slot in policy.slots
         }
         self._collector = Collector(self._fresh_sums())
-        self._handles = [
-            target.module.register_forward_hook(Tap(target, self._collector), with_kwargs=True)
-            for target in layout.targets
-        ]
-        self._undo_checkpointing = bind_checkpointing(model, self._collector)
+        self._handles = place(model, layout, self._collector)
+        self._undo_checkpointing = bind_checkpointing(self._collector)
 
     @property
     def attached(self) -> bool:
@@ -135,6 +135,8 @@ class Scope:
             known_labels=self.labels,
             half_of=lambda slot, problem: self._halves[self._policy_of_slot[slot]].of(problem),
         )
+        if self._layout.mode == "pure":
+            check_one_slot(batch)
         for name, sums in self._collector.sums.items():
             if batch.halved and not batch.slots.isdisjoint(self._layout.policies[name].slots):
                 sums.halve()
@@ -272,6 +274,7 @@ class Scope:
         self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
         self._waiting[policy] = []
         self._halves[policy].clear()
+        self._collector.arrivals.clear()
         sums.reset()
         return record
 

@@ -79,16 +79,20 @@ def compare_with_masked_loss(
         )
     chosen = _largest(collector, truth) if slot is None else slot
     sums = next(sums for sums in collector.sums.values() if chosen in sums.policy.slots)
-    split = sums.gradients(sums.policy.slots.index(chosen))
+    split, left_out = sums.gradients(sums.policy.slots.index(chosen)), frozenset(sums.left_out)
     _clear(model)
     with _same_randomness(model):
         _backward(loss_of_rows, slot_N == chosen)
-    return _judge(truth.names[chosen], split, sums)
+    return _judge(truth.names[chosen], split, sums, left_out)
 
 
-def _judge(slot: str, split: dict[str, torch.Tensor], sums: SlotAccumulators) -> Verification:
+def _judge(
+    slot: str, split: dict[str, torch.Tensor], sums: SlotAccumulators, left_out: frozenset[int]
+) -> Verification:
     gap_square, split_square, masked_square, worst = 0.0, 0.0, 0.0, ("", -1.0)
     for name, parameter in sums.policy.covered.items():
+        if id(parameter) in left_out:
+            continue
         masked = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gap = float(torch.linalg.vector_norm(split[name].double() - masked.double())) ** 2
         worst = max(worst, (name, gap), key=lambda item: item[1])

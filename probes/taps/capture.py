@@ -9,22 +9,25 @@ first.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.rows import RowBatch
+from gradscope.probes.taps.lora_embedding import takes_part
 from gradscope.probes.taps.products import add_products, row_axes
 from gradscope.probes.targets import Target
 
 REENTRANT = (
     "{name}: its forward ran inside a backward pass, so the rows it belongs to are unknown (reentrant "
-    "activation checkpointing). Use use_reentrant=False, or call gradient_checkpointing_enable() before "
-    "attach()."
+    "activation checkpointing by another function than torch's). Use torch.utils.checkpoint, best with "
+    "use_reentrant=False."
 )
 
 
@@ -33,18 +36,39 @@ class Collector:
 
     Attributes:
         batch: Rows of the micro-batch in the forward pass; None outside `rows` blocks.
-        recomputed: Rows of a checkpointed stretch that is being recomputed; None elsewhere.
         sums: Accumulators by policy.
+        arrivals: Rows whose outputs a backward pass has come through, by its number; and whether the forward
+            pass ran where its rows could not be known.
         failure: Why collecting stopped; None while all is well.
         seconds: Host time spent on slot gradients inside backward passes.
     """
 
     def __init__(self, sums: Mapping[str, SlotAccumulators]) -> None:
         self.batch: RowBatch | None = None
-        self.recomputed: RowBatch | None = None
         self.sums = dict(sums)
+        self.arrivals: dict[int, set[tuple[RowBatch | None, bool]]] = {}
         self.failure: str | None = None
         self.seconds = 0.0
+        self._recomputed: list[RowBatch | None] = []
+
+    @property
+    def rows(self) -> RowBatch | None:
+        """Rows of the forward pass that runs now: those of a checkpointed stretch while it is recomputed."""
+        return self._recomputed[-1] if self._recomputed else self.batch
+
+    @property
+    def rows_unknown(self) -> bool:
+        """Whether a forward pass that runs now is inside a backward pass without anybody having said why."""
+        return not self._recomputed and torch._C._current_graph_task_id() != -1
+
+    @contextmanager
+    def recomputing(self, rows: RowBatch | None) -> Iterator[None]:
+        """Says for the duration of a block that forward passes are those of earlier rows, run again."""
+        self._recomputed.append(rows)
+        try:
+            yield
+        finally:
+            self._recomputed.pop()
 
     def fail(self, message: str) -> None:
         """Stops collecting; the first message is the one that `step` raises."""
@@ -58,28 +82,39 @@ class Tap:
         self.target = target
         self.collector = collector
 
+    @torch.compiler.disable
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
     ) -> torch.Tensor | None:
         """Returns the module's output with the tap behind it; None (output unchanged) without gradients."""
-        batch = self.collector.recomputed or self.collector.batch
+        batch = self.collector.rows
         differentiable = torch.is_grad_enabled() and output.requires_grad
         if batch is None and not differentiable:
             return None
-        x = (args[0] if args else next(iter(kwargs.values()))).detach()
+        x, *others = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        if others and self.target.claim.kind == "affine":
+            self.collector.fail(
+                f"{self.target.name}: {type(module).__name__} was called with {1 + len(others)} tensors, so "
+                "that its gradient does not follow from the first; freeze its parameters, or use mode 'pure'."
+            )
+        x = x.detach()
         if batch is not None:
             batch.see(row_axes(self.target, x))  # rows count whether or not a backward comes
         if not differentiable:
             return None
-        wanted = {name: p for name, p in self.target.parameters.items() if p.requires_grad}
+        wanted = {name: p for name, p in self.target.parameters.items() if self._takes_part(name, p)}
         if not wanted:
             return None
-        if self.target.kind == "linear" and x.dtype != output.dtype:
+        if self.target.claim.kind in ("linear", "transposed") and x.dtype != output.dtype:
             x = x.to(output.dtype)  # what autograd multiplies under autocast
         if batch is not None:
             batch.tapped = True
-        rows_unknown = self.collector.recomputed is None and torch._C._current_graph_task_id() != -1
-        return _Identity.apply(output, x, self, batch, wanted, rows_unknown)
+        return _Identity.apply(output, x, self, batch, wanted, self.collector.rows_unknown)
+
+    def _takes_part(self, name: str, parameter: nn.Parameter) -> bool:
+        if self.target.claim.kind == "lora_embedding" and not takes_part(self.target.module, name):
+            return False
+        return parameter.requires_grad
 
     def collect(
         self,
@@ -96,12 +131,18 @@ class Tap:
         try:
             if rows_unknown:
                 raise ProbeError(REENTRANT.format(name=self.target.name))
-            add_products(self.target, wanted, batch, self.collector.sums[self.target.policy], x, dy)
+            sums_of = {name: self.collector.sums[self.target.policies[name]] for name in wanted}
+            add_products(self.target, wanted, batch, sums_of, x, dy)
         except Exception as error:  # raised by step(), never inside a backward
             self.collector.fail(
                 str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
             )
         self.collector.seconds += time.perf_counter() - begin
+
+
+def place_tap(target: Target, collector: Collector) -> RemovableHandle:
+    """Puts a tap on a module."""
+    return target.module.register_forward_hook(Tap(target, collector), with_kwargs=True)
 
 
 class _Identity(torch.autograd.Function):

@@ -80,12 +80,11 @@ class Passage:
 
 def passage(collector: Collector, target: Target, x: torch.Tensor) -> Passage:
     """Returns what a call of a fused layer now has to know; its rows count as seen."""
-    batch = collector.recomputed or collector.batch
+    batch = collector.rows
     if batch is not None:
         batch.see(x.shape[:-1])
         batch.tapped = True
-    rows_unknown = collector.recomputed is None and torch._C._current_graph_task_id() != -1
-    return Passage(collector, target, batch, rows_unknown)
+    return Passage(collector, target, batch, collector.rows_unknown)
 
 
 def compute_type(x: torch.Tensor, otherwise: torch.dtype) -> torch.dtype:
@@ -107,7 +106,7 @@ class FusedLinear:
         """Returns what the layer returns; with gradients, through one node of the graph."""
         module = self.target.module
         if not self._differentiable(input):
-            batch = self.collector.recomputed or self.collector.batch
+            batch = self.collector.rows
             if batch is not None:
                 batch.see(input.shape[:-1])  # rows count whether or not a backward comes
             return functional.linear(input, module.weight, module.bias)

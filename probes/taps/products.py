@@ -19,6 +19,8 @@ from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.rows import RowBatch, RowPlan
 from gradscope.probes.taps.blocks import cut_rows
 from gradscope.probes.taps.factors import Factors, add_factors
+from gradscope.probes.taps.lora_embedding import add_lora_embedding
+from gradscope.probes.taps.norms import add_affine
 from gradscope.probes.targets import Target
 
 
@@ -26,7 +28,7 @@ def add_products(
     target: Target,
     wanted: Mapping[str, nn.Parameter],
     batch: RowBatch,
-    into: SlotAccumulators,
+    sums_of: Mapping[str, SlotAccumulators],
     x: torch.Tensor,
     dy: torch.Tensor,
 ) -> None:
@@ -36,29 +38,38 @@ def add_products(
         target: The module.
         wanted: The parameters that take part, by their name in the module.
         batch: The rows that went through it.
-        into: The sums of the module's policy.
+        sums_of: The sums that each of them goes to.
         x: Its input, `[N, ...]`, or `[1, N, ...]` when tokens of packed rows are tagged.
         dy: Gradient of its output, with the same leading axes.
 
     Raises:
         ProbeError: The input has not one row for each tag, or rows belong to slots of another policy.
     """
-    packed = is_packed(target, batch, x)
-    check_policy(batch, into)
-    into.note_precision(dy.dtype)
+    packed, kind = is_packed(target, batch, x), target.claim.kind
+    for into in {id(sums): sums for sums in sums_of.values()}.values():
+        check_policy(batch, into)
+        into.note_precision(dy.dtype)
     if packed:
         x, dy = x[0], dy[0]
-    if target.kind == "linear":
-        _linear(wanted, batch, into, x, dy)
-    elif target.kind == "embedding":
+    if kind == "lora_embedding":
+        add_lora_embedding(target.module, wanted, batch, sums_of, x, dy)
+        return
+    into = sums_of[next(iter(wanted))]
+    if kind == "embedding":
         _embedding(target.module, wanted, batch, into, x, dy)
+    elif target.claim.affine is not None:
+        add_affine(target.module, target.claim.affine, wanted, batch, into, x, dy)
     else:
-        _rowwise(target.module, wanted, batch, into, x, dy, packed=packed)
+        _linear(wanted, batch, into, x, dy, transposed=kind == "transposed")
 
 
 def row_axes(target: Target, x: torch.Tensor) -> tuple[int, ...]:
     """Returns the sizes of the axes of a module's input that count rows and tokens, not features."""
-    feature_axes = len(getattr(target.module, "normalized_shape", (1,))) if target.kind != "embedding" else 0
+    feature_axes = 1
+    if target.claim.kind in ("embedding", "lora_embedding"):
+        feature_axes = 0
+    elif target.claim.kind == "affine":
+        feature_axes = next(iter(target.parameters.values())).dim()
     return tuple(x.shape[: x.dim() - feature_axes])
 
 
@@ -103,10 +114,15 @@ def _linear(
     into: SlotAccumulators,
     x: torch.Tensor,
     dy: torch.Tensor,
+    *,
+    transposed: bool,
 ) -> None:
     x_TI, dy_TO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     tokens = len(x_TI) // len(batch)
-    layer = [Factors(p, dy_TO, x_TI if name == "weight" else None) for name, p in wanted.items()]
+    left, right = (x_TI, dy_TO) if transposed else (dy_TO, x_TI)
+    layer = [
+        Factors(p, left, right) if name == "weight" else Factors(p, dy_TO, None) for name, p in wanted.items()
+    ]
     numbers = sum(parameter.numel() for parameter in wanted.values())
     cut = cut_rows(batch, into.cells, x.device, tokens=tokens, numbers=numbers)
     add_factors(layer, cut, into, tokens=tokens, totals=False)
@@ -132,32 +148,3 @@ def _embedding(
         rows = slice(piece.start, piece.stop)
         dy_TO = dy_NSO[rows].flatten(0, 1).to(weight_C[piece.cell].dtype)
         weight_C[piece.cell].index_add_(0, ids_NS[rows].flatten(), dy_TO)
-
-
-def _rowwise(
-    module: nn.Module,
-    wanted: Mapping[str, nn.Parameter],
-    batch: RowBatch,
-    into: SlotAccumulators,
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    *,
-    packed: bool,
-) -> None:
-    """Runs the module again on each slot's rows and differentiates: exact for whatever treats rows alike.
-
-    No formula of the module is repeated here, so a norm that scales by `1 + weight` needs no case of its own.
-    """
-    plan = batch.plan(into.cells, dy.device)
-    x, dy = _ordered(x.detach(), plan), _ordered(dy, plan)
-    parameters = list(wanted.values())
-    sums = [into.separate(parameter) for parameter in parameters]
-    for piece in plan.pieces:
-        x_k, dy_k = x[piece.start : piece.stop], dy[piece.start : piece.stop]
-        if packed:
-            x_k, dy_k = x_k.unsqueeze(0), dy_k.unsqueeze(0)
-        with torch.enable_grad():
-            # `forward` itself, not the call: hooks, ours among them, must not run again.
-            y_k = module.forward(x_k)
-        for sum_C, gradient in zip(sums, torch.autograd.grad(y_k, parameters, dy_k), strict=True):
-            sum_C[piece.cell].add_(gradient)

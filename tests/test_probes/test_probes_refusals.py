@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -14,14 +16,14 @@ from gradscope.errors import ProbeError
     ("arguments", "message"),
     [
         ({"slots": {}}, "slots is empty"),
-        ({"mode": "fast"}, "unknown mode 'fast'. Allowed: auto, observe"),
+        ({"mode": "fast"}, "unknown mode 'fast'. Did you mean 'auto'? Allowed: auto, observe, pure"),
         ({"policies": {"judg": "default"}}, "neither a role nor a slot. Did you mean 'judge'"),
         ({"policies": {"judge": "default"}}, "slot 'solver/0' has no policy"),
         ({"policies": {"judge": "a", "solver": "b"}}, "names 2 policies"),
     ],
 )
 def test_attach_refuses(toy, arguments, message):
-    with pytest.raises(ProbeError, match=message.replace(".", r"\.")):
+    with pytest.raises(ProbeError, match=re.escape(message)):
         probes.attach(toy.model(), **({"slots": toy.slots} | arguments))
 
 
@@ -30,7 +32,7 @@ def test_attach_refuses_models_it_cannot_measure(toy, nano):
     with pytest.raises(ProbeError, match="has no trainable parameters"):
         probes.attach(frozen, toy.slots)
     with pytest.raises(ProbeError, match="none of the 1 trainable parameters of Scale can be covered"):
-        probes.attach(toy.unknown_layer(), toy.slots)
+        probes.attach(toy.unknown_layer(), toy.slots, mode="observe")
     model = nano.lora(adapters=("one", "two"))
     with pytest.raises(
         ProbeError, match=r"unknown policy 'tow'\. Did you mean 'two'.*Adapters of the model: one, two"
@@ -159,15 +161,38 @@ def test_backward_that_was_forgotten_is_refused(toy):
         scope.step(toy.sgd(model))
 
 
-def test_reentrant_checkpointing_that_hides_the_rows_is_refused(toy, nano):
-    model, batch = nano.lora(), nano.shuffled((1, 1, 1, 1))
-    scope = probes.attach(model, nano.slots)
-    nano.checkpoint(model, reentrant=True)  # after attach(), so its second forward is not known
-    model.enable_input_require_grads()
-    with scope.rows(batch.slots):
-        loss = nano.loss(model, batch)
+class ForeignCheckpoint(torch.autograd.Function):
+    """Runs a layer again in the backward, as checkpointing does that is not torch's."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(dy)
+        return x.grad, None
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("observe", r"reentrant activation checkpointing.*use_reentrant=False"),
+        ("pure", "ran inside a backward pass"),
+    ],
+)
+def test_foreign_checkpointing_that_hides_the_rows_is_refused(toy, mode, message):
+    model = toy.model()
+    scope = probes.attach(model, toy.slots, mode=mode)
+    with scope.rows(["solver/0"] * 6):
+        loss = ForeignCheckpoint.apply(toy.data()[0].requires_grad_(), model).sum()
     loss.backward()
-    with pytest.raises(ProbeError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
+    with pytest.raises(ProbeError, match=message):
         scope.step(toy.sgd(model))
 
 

@@ -1,0 +1,126 @@
+"""Slot gradients of modules whose output is affine in their parameters, element by element: norms.
+
+For y = w * h(x) + b (also (1 + w) * h(x)) the gradient of w is a sum over rows of dy * h(x), whatever h is,
+so one run of the module with w = 1 and one with w = 0 give all slots at once and no formula of a norm is
+repeated here.
+
+Legend: N tagged rows, D axes of the parameters, C cells.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.rows import RowBatch
+from gradscope.probes.targets import Affine
+
+
+def read_affine(module: nn.Module) -> Affine | None:
+    """Returns how a leaf module depends on its parameters, found by trying; None where it is not affine.
+
+    Parameters must all have the shape of the last axes of the input, and the input must be the only argument
+    that the module needs.
+    """
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    shapes = {parameter.shape for parameter in parameters.values()}
+    if len(shapes) != 1 or _num_needed_arguments(module) != 1:
+        return None
+    first = next(iter(parameters.values()))
+    generator = torch.Generator().manual_seed(0)
+    x, *values = (
+        torch.randn(*lead, *first.shape, generator=generator, dtype=torch.float64).to(first)
+        for lead in [(2, 3), *[()] * len(parameters)]
+    )
+    try:
+        zero = _run(module, x, dict.fromkeys(parameters, 0.0))
+        units = {name: _run(module, x, dict.fromkeys(parameters, 0.0) | {name: 1.0}) for name in parameters}
+        full = _run(module, x, dict(zip(parameters, values, strict=True)))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None  # a module that wants another kind of input is none of ours
+    if zero.shape != x.shape:
+        return None
+    slopes = {name: unit - zero for name, unit in units.items()}
+    expected = zero + sum(slopes[name] * value for name, value in zip(parameters, values, strict=True))
+    tolerance = 32 * torch.finfo(first.dtype).eps
+    if not torch.allclose(full, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+        return None
+    shifts = frozenset(name for name, slope in slopes.items() if bool((slope == 1).all()))
+    return Affine(shifts, vanishes=not bool(zero.any()))
+
+
+def add_affine(
+    module: nn.Module,
+    affine: Affine,
+    wanted: Mapping[str, nn.Parameter],
+    batch: RowBatch,
+    into: SlotAccumulators,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+) -> None:
+    """Adds each cell's gradient of a norm's parameters to the sums.
+
+    Args:
+        module: The norm.
+        affine: What `read_affine` says of it.
+        wanted: The parameters that take part, by their name in the module.
+        batch: The rows that went through it.
+        into: The sums of its policy.
+        x: Its input, `[N, ..., *D]`.
+        dy: Gradient of its output, of the same shape.
+    """
+    places = batch.places(into.cells, dy.device)
+    for name, parameter in wanted.items():
+        sums = into.stacked(parameter)
+        products = dy.to(sums.dtype)
+        if name not in affine.shifts:
+            products = products * _slope(module, affine, x, name).to(sums.dtype)
+        rows_ND = products.reshape(len(batch), -1, *parameter.shape).sum(1)
+        # One row more takes what belongs to no cell; not straight into the sums, whose rows lie far apart.
+        parts = rows_ND.new_zeros(len(sums) + 1, *parameter.shape).index_add_(0, places, rows_ND)
+        sums.add_(parts[:-1])
+
+
+def _slope(module: nn.Module, affine: Affine, x: torch.Tensor, name: str) -> torch.Tensor:
+    zeros = {other: 0.0 for other, p in module._parameters.items() if p is not None}
+    ones = _run(module, x, zeros | {name: 1.0})
+    return ones if affine.vanishes else ones - _run(module, x, zeros)
+
+
+def _run(module: nn.Module, x: torch.Tensor, values: Mapping[str, float | torch.Tensor]) -> torch.Tensor:
+    """Runs `forward` itself, not the call: hooks, ours among them, must not run again."""
+    with torch.no_grad(), _filled(module, values, x):
+        output: torch.Tensor = module.forward(x)
+    return output
+
+
+@contextmanager
+def _filled(module: nn.Module, values: Mapping[str, float | torch.Tensor], x: torch.Tensor) -> Iterator[None]:
+    """Gives a module other parameter values for the duration of a block."""
+    before = dict(module._parameters)
+    try:
+        for name, value in values.items():
+            parameter = before[name]
+            assert parameter is not None
+            tensor = (
+                torch.full(parameter.shape, value, dtype=parameter.dtype, device=x.device)
+                if isinstance(value, float)
+                else value
+            )
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+        yield
+    finally:
+        module._parameters.update(before)
+
+
+def _num_needed_arguments(module: nn.Module) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(module.forward).parameters.values()
+    return sum(
+        argument.kind in kinds and argument.default is inspect.Parameter.empty for argument in signature
+    )
