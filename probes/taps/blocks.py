@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 
@@ -66,12 +67,12 @@ def cut_rows(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int
     small = numbers * GPU_BLOCKS <= GPU_BLOCK_NUMBERS
     key = (cells, device, tokens, small)
     if key not in batch.cuts:
-        place_N = [cells.local.get(cell, -1) for cell in batch.cell_N]
-        on_cpu = device.type == "cpu"
-        cut = _cut_for_cpu(place_N, tokens) if on_cpu else _cut_for_gpu(place_N, len(cells), tokens, small)
-        batch.cuts[key] = _finish(cut, place_N, len(cells), device)
-    found: Cut = batch.cuts[key]
-    return found
+        batch.cuts[key] = (
+            cut_for_cpu(batch, cells, tokens=tokens)
+            if device.type == "cpu"
+            else cut_for_gpu(batch, cells, device, tokens=tokens, small=small)
+        )
+    return cast(Cut, batch.cuts[key])
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,23 @@ class _Plan:
     padded: list[bool] | None
 
 
-def _cut_for_cpu(place_N: Sequence[int], tokens: int) -> _Plan:
+def cut_for_cpu(batch: RowBatch, cells: Cells, *, tokens: int) -> Cut:
     """Equal blocks in place where runs are long enough; else one block a run, or a cell for short runs."""
+    place_N = _places(batch, cells)
+    return _finish(_plan_for_cpu(place_N, tokens), place_N, len(cells), torch.device("cpu"))
+
+
+def cut_for_gpu(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int, small: bool) -> Cut:
+    """Equal blocks always: in place where few enough, else rows are gathered by cell and padded."""
+    place_N = _places(batch, cells)
+    return _finish(_plan_for_gpu(place_N, len(cells), tokens, small), place_N, len(cells), device)
+
+
+def _places(batch: RowBatch, cells: Cells) -> list[int]:
+    return [cells.local.get(cell, -1) for cell in batch.cell_N]
+
+
+def _plan_for_cpu(place_N: Sequence[int], tokens: int) -> _Plan:
     runs = _runs(place_N)
     rows = math.gcd(*(stop - start for _, start, stop in runs))
     if -1 not in place_N and rows * tokens >= BLOCK_TOKENS:
@@ -103,8 +119,7 @@ LONG_RUN_TOKENS = 256
 more than the calls it saves (one call costs about as much as copying 200 tokens of 64 features, on CPU)."""
 
 
-def _cut_for_gpu(place_N: Sequence[int], num_cells: int, tokens: int, small: bool) -> _Plan:
-    """Equal blocks always: in place where few enough, else rows are gathered by cell and padded."""
+def _plan_for_gpu(place_N: Sequence[int], num_cells: int, tokens: int, small: bool) -> _Plan:
     num_rows = len(place_N)
     rows = math.gcd(*(stop - start for _, start, stop in _runs(place_N)))
     if -1 not in place_N and num_rows // rows <= max(2 * GPU_BLOCKS, 4 * num_cells):
@@ -132,13 +147,10 @@ def _cut_for_gpu(place_N: Sequence[int], num_cells: int, tokens: int, small: boo
 
 
 def _split(num_rows: int, rows: int, tokens: int) -> int:
-    """Returns the rows of a block, a divisor of `rows`, for which there are about `GPU_BLOCKS` blocks."""
-    for smaller in range(rows, 0, -1):
-        if rows % smaller == 0 and smaller * tokens >= GPU_BLOCK_TOKENS:
-            rows_of_block = smaller
-            if num_rows // smaller >= GPU_BLOCKS:
-                return smaller
-    return rows_of_block if rows * tokens >= GPU_BLOCK_TOKENS else rows
+    """Returns the rows of a block, a divisor of `rows`, that gives `GPU_BLOCKS` blocks or comes nearest."""
+    divisors = [part for part in range(rows, 0, -1) if rows % part == 0]
+    long_enough = [part for part in divisors if part * tokens >= GPU_BLOCK_TOKENS] or [rows]
+    return next((part for part in long_enough if num_rows // part >= GPU_BLOCKS), long_enough[-1])
 
 
 def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.device) -> Cut:
@@ -163,11 +175,7 @@ def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.d
 
 def _adjoining(bounds: Sequence[tuple[int, int]]) -> bool:
     """Whether blocks start at row 0 and follow each other, so that they are one reshaped tensor."""
-    return (
-        bool(bounds)
-        and bounds[0][0] == 0
-        and all(a[1] == b[0] for a, b in pairwise(bounds))
-    )
+    return bool(bounds) and bounds[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(bounds))
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
