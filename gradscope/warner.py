@@ -102,15 +102,27 @@ class Warner:
 
     def _deviation(self, reference: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the clipped robust z of both values."""
-        centre = np.median(reference, axis=0)
-        scale = 1.4826 * np.median(np.abs(reference - centre), axis=0)
-        # A constant reference has no scale: any visible change then is a clipped one.
-        scale = np.maximum(scale, 1e-9 * np.maximum(1.0, np.abs(centre)))
-        return np.clip((values - centre) / scale, -self.settings.clip, self.settings.clip)
+        return np.clip(robust_deviation(reference, values), -self.settings.clip, self.settings.clip)
 
     def _averaged(self, average: float, z: float) -> float:
         start = 0.0 if math.isnan(average) else average
         return start + self.settings.smoothing * (z - start)
+
+
+def robust_deviation(reference: NDArray[np.float64], values: ArrayLike) -> NDArray[np.float64]:
+    """Returns how far values are from the median of a reference, in its robust standard deviations.
+
+    These are 1.4826 median absolute deviations. A constant reference has no scale: any visible change from it
+    is a huge deviation.
+
+    Args:
+        reference: `[T, ...]`.
+        values: `[...]`.
+    """
+    centre = np.median(reference, axis=0)
+    scale = 1.4826 * np.median(np.abs(reference - centre), axis=0)
+    scale = np.maximum(scale, 1e-9 * np.maximum(1.0, np.abs(centre)))
+    return np.asarray((np.asarray(values) - centre) / scale)
 
 
 def _number(name: str, value: float) -> float:

@@ -34,8 +34,10 @@ from gradscope.derive.runs import (
     step_role_count,
     step_role_gram,
 )
+from gradscope.derive.sketches import PermutedAlignment, permuted_alignment
 
 __all__ = [
+    "PermutedAlignment",
     "alignments",
     "amplification",
     "amplification_if_aligned",
@@ -54,6 +56,7 @@ __all__ = [
     "norm_share",
     "norms",
     "num_present",
+    "permuted_alignment",
     "policies",
     "policy_slots",
     "pooled",
