@@ -28,7 +28,7 @@ def slot_counts(batches: Iterable[RowBatch], slots: Sequence[int], num_slots: in
     for values in counts.values():
         values[list(slots)] = 0.0
     for batch in batches:
-        starts = _row_starts(batch)
+        starts = row_starts(batch)
         row_slots = np.asarray(batch.slot_N)[starts]
         for slot in batch.slots.intersection(slots):
             own = row_slots == slot
@@ -58,7 +58,7 @@ def _row_values(batch: RowBatch, starts: NDArray[np.int64]) -> dict[str, Array]:
     return values
 
 
-def _row_starts(batch: RowBatch) -> NDArray[np.int64]:
+def row_starts(batch: RowBatch) -> NDArray[np.int64]:
     """Returns where rows begin: everywhere, or in a packed batch where the slot or the row id changes."""
     if not batch.packed:
         return np.arange(len(batch))

@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 LARGEST = 1 << 26
 """Numbers of the gradients of rows that are held at once (256 MiB in float32)."""
 
-AddCells = Callable[[RowBatch, SlotAccumulators], None]
+AddCells = Callable[[RowBatch, SlotAccumulators], object]
 """Adds one module's gradients to the sums of the cells of a batch, for any division of it into cells."""
 
 

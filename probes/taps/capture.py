@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.evidence.row_meter import RowMeter
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.taps.lora_embedding import takes_part
 from gradscope.probes.taps.products import add_products, row_axes
@@ -39,6 +40,7 @@ class Collector:
         sums: Accumulators by policy.
         arrivals: Rows whose outputs a backward pass has come through, by its number; and whether the forward
             pass ran where its rows could not be known.
+        row_meter: Measures rows one by one; None while nobody asks for that.
         failure: Why collecting stopped; None while all is well.
         seconds: Host time spent on slot gradients inside backward passes.
     """
@@ -47,6 +49,7 @@ class Collector:
         self.batch: RowBatch | None = None
         self.sums = dict(sums)
         self.arrivals: dict[int, set[tuple[RowBatch | None, bool]]] = {}
+        self.row_meter: RowMeter | None = None
         self.failure: str | None = None
         self.seconds = 0.0
         self._recomputed: list[RowBatch | None] = []
@@ -133,6 +136,14 @@ class Tap:
                 raise ProbeError(REENTRANT.format(name=self.target.name))
             sums_of = {name: self.collector.sums[self.target.policies[name]] for name in wanted}
             add_products(self.target, wanted, batch, sums_of, x, dy)
+            if self.collector.row_meter is not None:
+                self.collector.row_meter.add(
+                    batch,
+                    wanted.values(),
+                    lambda rows, into: add_products(
+                        self.target, wanted, rows, dict.fromkeys(wanted, into), x, dy
+                    ),
+                )
         except Exception as error:  # raised by step(), never inside a backward
             self.collector.fail(
                 str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from gradscope.errors import ProbeError
+from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.taps.blocks import cut_rows
 from gradscope.probes.taps.capture import REENTRANT, Collector
@@ -70,12 +71,24 @@ class Passage:
         check_policy(self.batch, into)
         for factors in layer:
             into.note_precision(factors.left.dtype)
-        left = layer[0].left
-        tokens = len(left) // len(self.batch)
-        numbers = sum(factors.parameter.numel() for factors in layer)
-        cut = cut_rows(self.batch, into.cells, left.device, tokens=tokens, numbers=numbers)
-        # Rows of no slot count in the weight gradient alone.
-        return add_factors(layer, cut, into, tokens=tokens, totals=cut.complete)
+        found = _add_layer(layer, self.batch, into)
+        if self.collector.row_meter is not None:
+            parameters = [factors.parameter for factors in layer]
+            self.collector.row_meter.add(
+                self.batch, parameters, lambda rows, sums: _add_layer(layer, rows, sums)
+            )
+        return found
+
+
+def _add_layer(
+    layer: Sequence[Factors], batch: RowBatch, into: SlotAccumulators
+) -> list[torch.Tensor] | None:
+    left = layer[0].left
+    tokens = len(left) // len(batch)
+    numbers = sum(factors.parameter.numel() for factors in layer)
+    cut = cut_rows(batch, into.cells, left.device, tokens=tokens, numbers=numbers)
+    # Rows of no slot count in the weight gradient alone.
+    return add_factors(layer, cut, into, tokens=tokens, totals=cut.complete)
 
 
 def passage(collector: Collector, target: Target, x: torch.Tensor) -> Passage:
