@@ -27,15 +27,18 @@ def attach(
     """Returns a scope that measures each slot's gradient in the model's own backward passes.
 
     Call it once, after adapters are added and before `torch.compile` or a data-parallel wrapper. Weights,
-    gradients and random numbers of the training stay bitwise what they are without it.
+    gradients and random numbers of the training stay bitwise what they are without it; in mode `fused` weights
+    and gradients stay so within rounding.
 
     Args:
         model: The model that the loop trains: any module; with PEFT adapters each adapter is a policy.
         slots: Slot -> role, in the order of every result.
         policies: Role or slot -> policy (adapter name); None sends all to the active adapter.
-        mode: `observe` taps modules and leaves autograd's own weight gradients alone; `pure` hooks parameters
-            of any kind and takes micro-batches of one slot each; `auto` is `observe` with hooks for what taps
-            do not cover, exact in updates whose micro-batches hold one slot each.
+        mode: `observe` taps modules and leaves autograd's own weight gradients alone; `fused` runs linear and
+            LoRA layers as one autograd node each, whose weight gradient is the sum of the slots', and taps
+            the rest: fastest on an accelerator and for full fine-tuning; `pure` hooks parameters of any kind
+            and takes micro-batches of one slot each; `auto` is `observe` with hooks for what taps do not
+            cover, exact in updates whose micro-batches hold one slot each.
         labels: Second labels that rows may carry beside their slot (right or wrong, sign of the advantage,
             turn); slots x labels are at most 32.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-Mode = Literal["auto", "observe", "pure"]
+Mode = Literal["auto", "observe", "fused", "pure"]
 Kind = Literal["linear", "transposed", "embedding", "affine", "lora_embedding", "bypassed"]
 
 

@@ -72,6 +72,7 @@ class ModePlan:
 MODES: dict[Mode, ModePlan] = {
     "auto": ModePlan((claim_for_tap,), hooks=True),
     "observe": ModePlan((claim_for_tap,), hooks=False),
+    "fused": ModePlan((claim_for_tap,), hooks=True),
     "pure": ModePlan((), hooks=True),
 }
 

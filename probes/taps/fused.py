@@ -22,7 +22,8 @@ from gradscope.probes.rows import RowBatch
 from gradscope.probes.taps.blocks import cut_rows
 from gradscope.probes.taps.capture import REENTRANT, Collector
 from gradscope.probes.taps.factors import Factors, add_factors, total
-from gradscope.probes.taps.products import check_policy, is_packed
+from gradscope.probes.taps.products import is_packed
+from gradscope.probes.taps.whole import check_policy
 from gradscope.probes.targets import Target
 
 
@@ -68,7 +69,7 @@ class Passage:
             raise ProbeError(REENTRANT.format(name=self.target.name))
         into = self.collector.sums[self.target.policy]
         is_packed(self.target, self.batch, x)
-        check_policy(self.batch, into)
+        check_policy([self.batch], into)
         for factors in layer:
             into.note_precision(factors.left.dtype)
         found = _add_layer(layer, self.batch, into)

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from gradscope.probes.taps.capture import Collector, place_tap
+from gradscope.probes.taps.fusing import fuse
 from gradscope.probes.taps.pure import place_hooks
 from gradscope.probes.targets import Kind, Layout, Target
 
@@ -30,5 +31,7 @@ PLACERS: dict[Kind, Callable[[Target, Collector], Handle]] = {
 
 def place(model: nn.Module, layout: Layout, collector: Collector) -> list[Handle]:
     """Returns the handles of all that was put on the model."""
-    handles: list[Handle] = [PLACERS[target.claim.kind](target, collector) for target in layout.targets]
+    fusion = fuse(model, layout.targets if layout.mode == "fused" else (), collector)
+    tapped = [target for target in layout.targets if id(target.module) not in fusion.untapped]
+    handles: list[Handle] = [fusion, *(PLACERS[target.claim.kind](target, collector) for target in tapped)]
     return handles + place_hooks(model, layout.hooked, collector, strict=layout.mode == "pure")

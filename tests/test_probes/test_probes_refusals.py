@@ -16,7 +16,7 @@ from gradscope.errors import ProbeError
     ("arguments", "message"),
     [
         ({"slots": {}}, "slots is empty"),
-        ({"mode": "fast"}, "unknown mode 'fast'. Did you mean 'auto'? Allowed: auto, observe, pure"),
+        ({"mode": "fast"}, "unknown mode 'fast'. Did you mean 'auto'? Allowed: auto, observe, fused, pure"),
         ({"policies": {"judg": "default"}}, "neither a role nor a slot. Did you mean 'judge'"),
         ({"policies": {"judge": "default"}}, "slot 'solver/0' has no policy"),
         ({"policies": {"judge": "a", "solver": "b"}}, "names 2 policies"),
