@@ -154,6 +154,10 @@ class RowBatch:
             self._seen_packed = packed
         return packed
 
+    def shared(self, row_axes: Sequence[int]) -> bool:
+        """Whether one row stands for all: a single one where earlier modules saw as many as announced."""
+        return self._seen_packed is False and len(self) > 1 and tuple(row_axes[:1]) == (1,)
+
     def num_rows(self, cells: Cells) -> NDArray[np.int64]:
         """Returns the number of rows (tokens when packed) in each of a policy's cells, `[C]`."""
         numbers = np.zeros(len(cells), dtype=np.int64)

@@ -21,6 +21,7 @@ from gradscope.probes.taps.blocks import cut_rows
 from gradscope.probes.taps.factors import Factors, add_factors
 from gradscope.probes.taps.lora_embedding import add_lora_embedding
 from gradscope.probes.taps.norms import add_affine
+from gradscope.probes.taps.whole import add_whole, check_policy
 from gradscope.probes.targets import Target
 
 
@@ -45,9 +46,13 @@ def add_products(
     Raises:
         ProbeError: The input has not one row for each tag, or rows belong to slots of another policy.
     """
-    packed, kind = is_packed(target, batch, x), target.claim.kind
+    kind = target.claim.kind
+    if kind == "embedding" and batch.shared(x.shape):
+        _shared_embedding(wanted["weight"], batch, sums_of["weight"], x, dy)
+        return
+    packed = is_packed(target, batch, x)
     for into in {id(sums): sums for sums in sums_of.values()}.values():
-        check_policy(batch, into)
+        check_policy([batch], into)
         into.note_precision(dy.dtype)
     if packed:
         x, dy = x[0], dy[0]
@@ -89,21 +94,6 @@ def is_packed(target: Target, batch: RowBatch, x: torch.Tensor) -> bool:
     )
 
 
-def check_policy(batch: RowBatch, into: SlotAccumulators) -> None:
-    """Refuses rows of slots of another policy.
-
-    Raises:
-        ProbeError: There are some.
-    """
-    strangers = batch.slots.difference(into.policy.slots)
-    if strangers:
-        raise ProbeError(
-            f"rows of {', '.join(batch.names[slot] for slot in sorted(strangers))} went through the "
-            f"parameters of policy '{into.policy.name}', to which they are not routed; activate the policy "
-            "of the rows before the forward pass (set_adapter), one forward pass a policy."
-        )
-
-
 def _ordered(tensor: torch.Tensor, plan: RowPlan) -> torch.Tensor:
     return tensor if plan.order is None else tensor.index_select(0, plan.order)
 
@@ -126,6 +116,15 @@ def _linear(
     numbers = sum(parameter.numel() for parameter in wanted.values())
     cut = cut_rows(batch, into.cells, x.device, tokens=tokens, numbers=numbers)
     add_factors(layer, cut, into, tokens=tokens, totals=False)
+
+
+def _shared_embedding(
+    weight: nn.Parameter, batch: RowBatch, into: SlotAccumulators, ids: torch.Tensor, dy: torch.Tensor
+) -> None:
+    """Positions that one row stands for: autograd hands out the sum over all rows."""
+    dy_TO = dy.flatten(0, -2).to(into.separate(weight)[0].dtype)
+    gradient = dy_TO.new_zeros(weight.shape).index_add_(0, ids.flatten(), dy_TO)
+    add_whole(into, weight, [batch], gradient)
 
 
 def _embedding(

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradscope.errors import ProbeError
-from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.taps.capture import Collector
+from gradscope.probes.taps.whole import add_whole, slots_of
 from gradscope.probes.targets import Hooked
 
 
@@ -123,7 +123,7 @@ def _take(one: Hooked, collector: Collector, gradient: torch.Tensor, *, strict: 
         raise ProbeError(f"'{one.name}' got a gradient {how}, so the slot it belongs to is unknown.")
     into = collector.sums[one.policy]
     batches = [rows for rows, _ in arrived if rows is not None]
-    slots = frozenset().union(*(batch.slots for batch in batches))
+    slots = slots_of(batches)
     if len(slots) > 1 and strict:
         names = sorted(batches[0].names[slot] for slot in slots)
         raise ProbeError(
@@ -131,30 +131,7 @@ def _take(one: Hooked, collector: Collector, gradient: torch.Tensor, *, strict: 
             "each slot. Call backward() for each micro-batch, or use mode 'auto'."
         )
     into.note_precision(gradient.dtype)
-    if len(slots) > 1:
-        into.leave_out(one.parameter)
-    elif slots and id(one.parameter) not in into.left_out:
-        _add(into, one.parameter, batches, next(iter(slots)), gradient)
-
-
-def _add(
-    into: SlotAccumulators,
-    parameter: nn.Parameter,
-    batches: list[RowBatch],
-    slot: int,
-    gradient: torch.Tensor,
-) -> None:
-    if slot not in into.cells.slots:
-        raise ProbeError(
-            f"rows of {batches[0].names[slot]} went through the parameters of policy '{into.policy.name}', "
-            "to which they are not routed; activate the policy of the rows before the forward pass."
-        )
-    places = {
-        into.cells.local[cell] for batch in batches for cell in batch.cell_N if cell in into.cells.local
-    }
-    if len(places) > 1:  # of one slot, but of several halves or labels
-        into.undivided.add(slot)
-    into.separate(parameter)[min(places)].add_(gradient)
+    add_whole(into, one.parameter, batches, gradient)
 
 
 def check_one_slot(batch: RowBatch) -> None:
