@@ -99,6 +99,8 @@ class RunLog:
         if self._running is not None and not self._running.done():
             return
         self.finish_compaction()
+        if self._journal.trouble is not None:
+            return  # what the journal is refused, a larger file is too
         try:
             self._journal.rotate(self._header())
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -34,8 +35,7 @@ class MetricsMirror:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_bytes(b"".join(kept))
         os.replace(temporary, path)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in close)
-        self._good_bytes = path.stat().st_size
+        self._open()
 
     @property
     def foreign_notice(self) -> str:
@@ -48,13 +48,33 @@ class MetricsMirror:
         line["step"] = step  # also where the caller logs something of that name
         data = (json.dumps(line, default=str) + "\n").encode()
         try:
+            if not self._is_in_place():
+                self._file.close()
+                self._open()
             written = self._file.write(data)
         except OSError:
-            written = 0
+            return False
         if written == len(data):
             self._good_bytes += written
             return True
-        os.ftruncate(self._file.fileno(), self._good_bytes)
+        return self._take_back()
+
+    def _open(self) -> None:
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed in close)
+        self._good_bytes = os.fstat(self._file.fileno()).st_size
+
+    def _is_in_place(self) -> bool:
+        """Returns whether the file is still there by its name; it has gone with a folder that went away."""
+        try:
+            return not self._file.closed and os.path.samestat(
+                os.fstat(self._file.fileno()), os.stat(self._path)
+            )
+        except FileNotFoundError:
+            return False
+
+    def _take_back(self) -> bool:
+        with contextlib.suppress(OSError):  # then a torn line stays, which readers of lines pass over
+            os.ftruncate(self._file.fileno(), self._good_bytes)
         return False
 
     def close(self) -> None:

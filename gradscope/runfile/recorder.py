@@ -110,6 +110,11 @@ class Recorder:
             self.event(step, trouble.kind, trouble.sentence)
         self._warn([trouble.full for trouble in troubles])
 
+    def terminate(self, step: int) -> None:
+        """Writes what waits and that the process was asked to stop; journals stay as they are."""
+        self.event(step, "terminated", "SIGTERM ended the process.")
+        self._log.checkpoint()
+
     def close(self, step: int, error: BaseException | None) -> None:
         """Compacts a last time and marks the run as finished, or as ended at a step by an exception."""
         if error is not None:

@@ -48,6 +48,23 @@ class Start:
     num_steps: int = 0
 
 
+def start(
+    paths: RunPaths,
+    layout: Layout,
+    attributes: Mapping[str, Any],
+    *,
+    from_step: int | None,
+    world_size: int,
+) -> Start:
+    """Returns the start of a new run, or of a new segment where `from_step` names a checkpoint.
+
+    Raises as `fresh_start` and `resumed_start` do.
+    """
+    if from_step is None:
+        return fresh_start(paths, layout, attributes, world_size=world_size)
+    return resumed_start(paths, layout, attributes, from_step=from_step, world_size=world_size)
+
+
 def fresh_start(paths: RunPaths, layout: Layout, attributes: Mapping[str, Any], *, world_size: int) -> Start:
     """Returns the start of a new run.
 

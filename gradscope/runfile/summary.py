@@ -73,8 +73,11 @@ def _state(loaded: Loaded) -> str:
     events = loaded.content.tables.get("events", {})
     if len(events.get("kind", ())):
         last = int(np.argmax(events["event"]))
-        if events["kind"][last] == "failed":  # a resume would have written a later event
+        # A resume would have written a later event.
+        if events["kind"][last] == "failed":
             return f"ended by an exception: {events['message'][last]}"
+        if events["kind"][last] == "terminated":
+            return "not closed: SIGTERM ended the process"
     return "not closed: the writer ended without close()"
 
 

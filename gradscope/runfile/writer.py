@@ -18,7 +18,8 @@ from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.mirror import MetricsMirror
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.recorder import Recorder
-from gradscope.runfile.resume import Start, fresh_start, resumed_start
+from gradscope.runfile.resume import start
+from gradscope.runfile.termination import Termination, uninterrupted
 from gradscope.runfile.update import UpdateRecord
 
 LARGEST_STEP = 2**53
@@ -30,8 +31,9 @@ class RunWriter:
 
     A context manager; left by an exception, the run is stored with an event `failed` and without
     `finished_at`. Data never makes it raise in the middle of a run: unknown names are kept under `/user`,
-    labels that turn up late extend the file, what cannot be stored is left out, and a full disk makes records
-    wait in memory; each of these warns once (UserWarning).
+    labels that turn up late extend the file, what cannot be stored is left out, and a full or failing disk
+    makes records wait in memory; each warns once (UserWarning). SIGTERM lets an append finish and leaves an
+    event `terminated` before the process dies of it, unless the program handles the signal itself.
 
     Args:
         path: The run directory, made if absent (or a file name ending in `.h5`).
@@ -75,12 +77,14 @@ class RunWriter:
             self.paths.directory.mkdir(parents=True, exist_ok=True)
             self._lock = WriterLock(self.paths.lock)
             try:
-                start = self._start(layout, attributes, resume_from_step, world_size)
-                self._last_step = start.from_step
+                place = (self.paths, layout, attributes)
+                begin = start(*place, from_step=resume_from_step, world_size=world_size)
+                self._last_step = begin.from_step
                 self._mirror = MetricsMirror(self.paths.metrics, keep_to_step=resume_from_step)
-                self._recorder = Recorder(self.paths, start, policies, self._lock, fsync=policy)
+                self._recorder = Recorder(self.paths, begin, policies, self._lock, fsync=policy)
                 if self._mirror.num_foreign:
                     self._recorder.notice("foreign", self._mirror.foreign_notice)
+                self._termination = Termination(self._terminate)
             except BaseException:
                 self._lock.release()
                 raise
@@ -91,15 +95,7 @@ class RunWriter:
                 f"{self.paths.directory}: a run cannot be written there ({error}). Choose another folder."
             ) from error
 
-    def _start(
-        self, layout: Layout, attributes: Mapping[str, Any], resume_from_step: int | None, world_size: int
-    ) -> Start:
-        if resume_from_step is None:
-            return fresh_start(self.paths, layout, attributes, world_size=world_size)
-        return resumed_start(
-            self.paths, layout, attributes, from_step=resume_from_step, world_size=world_size
-        )
-
+    @uninterrupted
     def append(
         self,
         step: int,
@@ -127,13 +123,15 @@ class RunWriter:
                 "To go back to a checkpoint, open the run again with resume_from_step."
             )
         records = [record] if isinstance(record, UpdateRecord) else list(record or ())
-        metrics = metrics or {}
-        self._last_step = step
+        self._last_step, metrics = step, metrics or {}
         self._recorder.put_step(step, records, metrics)
         if not self._mirror.append(step, records, metrics):
-            self._recorder.notice("mirror", f"{self.paths.metrics}: no room; lines are missing there.")
+            self._recorder.notice(
+                "mirror", f"{self.paths.metrics}: cannot be written; lines are missing there."
+            )
         self._recorder.settle(step)
 
+    @uninterrupted
     def append_evaluation(
         self,
         step: int,
@@ -160,18 +158,16 @@ class RunWriter:
         """
         step = self._checked(step)
         row: Row = {
-            "dataset": dataset,
-            "num_correct": num_correct,
-            "num_total": num_total,
-            "temperature": temperature,
-            "greedy": greedy,
-        }
+            "dataset": dataset, "num_correct": num_correct, "num_total": num_total,
+            "temperature": temperature, "greedy": greedy,
+        }  # fmt: skip
         roles = {"role_accuracy": role_accuracy, "role_tokens_mean": role_tokens_mean}
         self._recorder.put_evaluation(
             step, row, {name: own for name, own in roles.items() if own is not None}
         )
         self._recorder.settle(step)
 
+    @uninterrupted
     def append_event(self, step: int, kind: str, message: str) -> None:
         """Logs that something happened at a step.
 
@@ -184,6 +180,7 @@ class RunWriter:
         self._recorder.event(step, kind, message)
         self._recorder.settle(step)
 
+    @uninterrupted
     def append_rows(
         self,
         step: int,
@@ -202,7 +199,7 @@ class RunWriter:
 
         Args:
             step: Training step.
-            row_id: Ids that lead to the completions' texts.
+            row_id: Ids that lead to the texts.
             slot: Slots that wrote them.
             problem: Ids of the problems.
             episode: Ids of the episodes.
@@ -214,16 +211,13 @@ class RunWriter:
         """
         step = self._checked(step)
         columns = {
-            "row_slot": slot,
-            "problem": problem,
-            "episode": episode,
-            "grad_norm": grad_norm,
-            "advantage": advantage,
-            "num_tokens": num_tokens,
-        }
+            "row_slot": slot, "problem": problem, "episode": episode,
+            "grad_norm": grad_norm, "advantage": advantage, "num_tokens": num_tokens,
+        }  # fmt: skip
         self._recorder.put_completions(step, row_id, columns, update=update, sketch=sketch)
         self._recorder.settle(step)
 
+    @uninterrupted
     def append_modules(
         self,
         step: int,
@@ -252,6 +246,7 @@ class RunWriter:
         self._recorder.put_modules(step, slots, modules, arrays, update)
         self._recorder.settle(step)
 
+    @uninterrupted
     def compact(self, *, wait: bool = False) -> None:
         """Moves what is in the journals into `run.h5`, in the background; to be called at checkpoints.
 
@@ -265,7 +260,7 @@ class RunWriter:
         self._recorder.settle(self._last_step or 0)
 
     def close(self) -> None:
-        """Compacts a last time, marks the run as finished and gives it free. Closing twice is fine."""
+        """Compacts a last time, marks the run as finished and gives it free; a second call does nothing."""
         self._end(None)
 
     def __enter__(self) -> RunWriter:
@@ -279,10 +274,16 @@ class RunWriter:
     ) -> None:
         self._end(error)
 
+    def _terminate(self) -> None:
+        """Leaves everything on the disk, quickly: the process is about to be killed."""
+        self._recorder.terminate(max(self._last_step or 0, 0))
+        self._lock.release()
+
     def _end(self, error: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
+        self._termination.release()
         try:
             self._mirror.close()
             self._recorder.close(max(self._last_step or 0, 0), error)

@@ -1,87 +1,180 @@
 """A writer killed at a random moment: every step whose append had returned is readable, bit for bit."""
 
+import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from gradscope.runfile import RunWriter, open_run
+from gradscope.errors import RunFileError
+from gradscope.runfile import RunWriter, UpdateRecord, open_run
 
-# The step goes to the pipe only after append has returned, so what the pipe holds is acknowledged.
-WRITER = """
-import sys
+SLOTS = {"a/0": "a", "a/1": "a"}
+POLICIES = {"a": "p"}
+MODULES = [f"layers.{n}.m" for n in range(20)]
+
+# Forks writers, so that hundreds start in no time. A writer notes a step in the file of acknowledgements only
+# after append has returned.
+SERVER = """
+import json, os, sys
 import numpy as np
-from gradscope.runfile import RunWriter, UpdateRecord
-path, first, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-slots = {"a/0": "a", "a/1": "a"}
-writer = RunWriter(path, slots=slots, policies={"a": "p"}, resume_from_step=first - 1 if first else None)
-for step in range(first, 1_000_000):
-    gram = np.random.default_rng(step).normal(size=(2, 2))
-    writer.append(step, UpdateRecord("p", tuple(slots), gram), metrics={"loss": gram[0, 0]})
-    sys.stdout.write(f"{step}\\n")
-    sys.stdout.flush()
-    if step % every == every - 1:
-        writer.compact()
+from gradscope.runfile import RunWriter, UpdateRecord, log
+import gradscope.runfile.compaction, gradscope.runfile.compaction_child
+
+def write(order):
+    acknowledged = os.open(order["acknowledged"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if order["child"]:
+        log.WORTH_A_CHILD = 0
+    first, slots = order["first"], order["slots"]
+    resume = first - 1 if first else None
+    writer = RunWriter(order["path"], slots=slots, policies={"a": "p"}, resume_from_step=resume)
+    segment = writer._recorder._segment
+    for step in range(first, 1_000_000):
+        rng = np.random.default_rng([step, segment])
+        gram = rng.normal(size=(2, 2))
+        writer.append(step, UpdateRecord("p", tuple(slots), gram), metrics={"loss": gram[0, 0]})
+        os.write(acknowledged, step.to_bytes(8, "little"))
+        writer.append_modules(step, slots=list(slots), modules=order["modules"], grad_norm=rng.random((2, 20)))
+        if step % order["every"] == order["every"] - 1:
+            writer.compact()
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        write(json.loads(line))
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("ended", flush=True)
 """
 
 
-def kill_at(path, delay, *, first=0, every=7):
-    """Runs a writer for `delay` seconds after its first step; returns the last step it acknowledged."""
-    command = [sys.executable, "-c", WRITER, str(path), str(first), str(every)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        lines = [process.stdout.readline()]
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        lines += process.stdout.read().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return int(whole[-1])
+@contextmanager
+def server():
+    """Yields a function that lets a writer run for some seconds and returns the steps it acknowledged."""
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def kill_at(path, delay, *, first=0, every=7, child=False):
+            acknowledged = path.with_name(f"{path.name}.acknowledged")
+            acknowledged.unlink(missing_ok=True)
+            order = {
+                "path": str(path), "first": first, "every": every, "child": child, "slots": SLOTS,
+                "modules": MODULES, "acknowledged": str(acknowledged),
+            }  # fmt: skip
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            pid = int(process.stdout.readline())
+            time.sleep(delay)
+            os.kill(pid, signal.SIGKILL)
+            assert process.stdout.readline() == "ended\n"
+            data = acknowledged.read_bytes() if acknowledged.exists() else b""
+            return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+
+        yield kill_at
+        process.stdin.close()
 
 
-def check(path, acknowledged):
-    run = open_run(path)
-    steps = run["train"]["step"].values
+def expected(step, segment):
+    rng = np.random.default_rng([step, segment])
+    return rng.normal(size=(2, 2)), rng.random((2, 20)).astype("f4")
+
+
+def check(path, acknowledged, *, kept=0):
+    """Checks that nothing acknowledged is lost, nor any of the `kept` steps that were there before."""
+    try:
+        run = open_run(path)
+    except RunFileError:
+        assert not acknowledged
+        assert not kept
+        return
+    assert "damage" not in run.attrs
+    steps = run["train"]["step"].values if "train" in run else np.arange(0)
     assert steps.tolist() == list(range(len(steps)))
-    assert steps[-1] in (acknowledged, acknowledged + 1)  # the step in flight may have made it
-    expected = np.array([np.random.default_rng(step).normal(size=(2, 2)) for step in steps])
-    np.testing.assert_array_equal(run["updates"]["gram"], expected)
-    np.testing.assert_array_equal(run["train"]["loss"], expected[:, 0, 0])
+    assert set(acknowledged) <= set(steps.tolist())
+    assert len(steps) >= kept
+    if acknowledged:
+        assert steps[-1] - acknowledged[-1] in (0, 1)  # the step in flight may have made it
+    if not len(steps):
+        return
+    gram, loss = run["updates"]["gram"].values, run["train"]["loss"].values
+    norms = run["modules"]["grad_norm"].values if "modules" in run else np.empty((0, 2, 20), "f4")
+    assert len(steps) - len(norms) in (0, 1)
+    for step, segment in zip(steps, run["train"]["segment"].values, strict=True):
+        own_gram, own_norms = expected(step, segment)
+        np.testing.assert_array_equal(gram[step], own_gram)
+        np.testing.assert_array_equal(norms[step : step + 1], own_norms[None][: len(norms) - step])
+        assert loss[step] == own_gram[0, 0]
 
 
-def kill_many(folder, num_kills, *, seed):
-    rng = np.random.default_rng(seed)
-    for number in range(num_kills):
-        path = folder / str(number)
-        delay = rng.uniform(0, 0.3)
-        check(path, kill_at(path, delay, every=int(rng.integers(2, 40))))
+def preloaded(path, num):
+    """Writes a run of `num` steps as `SERVER` does."""
+    with RunWriter(path, slots=SLOTS, policies=POLICIES) as writer:
+        for step in range(num):
+            gram, norms = expected(step, 0)
+            writer.append(step, UpdateRecord("p", tuple(SLOTS), gram), metrics={"loss": gram[0, 0]})
+            writer.append_modules(step, slots=list(SLOTS), modules=MODULES, grad_norm=norms)
     return path
 
 
-def test_killed_at_a_few_moments(tmp_path):
-    path = kill_many(tmp_path, 3, seed=0)
-    num_steps = len(open_run(path)["train"]["step"])
-    check(path, kill_at(path, 0.05, first=num_steps))
-    last = len(open_run(path)["train"]["step"])
-    slots = {"a/0": "a", "a/1": "a"}
-    with RunWriter(path, slots=slots, policies={"a": "p"}, resume_from_step=last - 1):
-        pass
-    check(path, last - 1)
+def kill_many(folder, num_kills, *, seed):
+    """Kills writers of new runs, of long runs that go on, and of runs that do little but compact."""
+    rng = np.random.default_rng(seed)
+    source = preloaded(folder / "source", 300)
+    num_acknowledged = 0
+    with server() as kill_at:
+        for number in range(num_kills):
+            path = folder / str(number)
+            state = ("fresh", "preloaded", "compacting")[number % 3]
+            if state != "fresh":
+                shutil.copytree(source, path)
+            first = 0 if state == "fresh" else int(rng.integers(200, 301))
+            steps = kill_at(
+                path,
+                rng.uniform(0, 0.15 if state != "compacting" else 0.5),
+                first=first,
+                every=int(rng.integers(2, 40)) if state != "compacting" else 3,
+                child=state == "compacting",
+            )
+            check(path, steps, kept=first)
+            num_acknowledged += len(steps)
+            shutil.rmtree(path, ignore_errors=True)
+    assert num_acknowledged > 10 * num_kills
+
+
+def test_killed_at_twenty_moments(tmp_path):
+    kill_many(tmp_path, 20, seed=0)
 
 
 @pytest.mark.slow
-def test_killed_at_forty_moments(tmp_path):
-    kill_many(tmp_path, 40, seed=1)
+@pytest.mark.timeout(900)
+def test_killed_at_three_hundred_moments(tmp_path):
+    kill_many(tmp_path, 300, seed=1)
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_twenty_times(tmp_path):
     rng = np.random.default_rng(2)
-    first = 0
-    for _ in range(20):
-        acknowledged = kill_at(tmp_path / "run", rng.uniform(0, 0.2), first=first, every=5)
-        check(tmp_path / "run", acknowledged)
-        first = int(rng.integers(0, acknowledged + 1))
-    segments = open_run(tmp_path / "run")["segments"]["segment"].values
-    assert segments.tolist() == list(range(20))
+    first, num_started = 0, 0
+    with server() as kill_at:
+        for _ in range(20):
+            steps = kill_at(tmp_path / "run", rng.uniform(0.02, 0.2), first=first, every=5)
+            num_started += bool(steps)
+            check(tmp_path / "run", steps, kept=first)
+            there = open_run(tmp_path / "run")["train"]["step"].values
+            first = int(rng.integers(1, len(there) + 1))
+    run = open_run(tmp_path / "run")
+    assert len(run["segments"]["segment"]) >= num_started
+    assert len(set(run["segments"]["segment"].values)) == len(run["segments"]["segment"])
+    for name, group in run["superseded"].children.items():
+        segment = int(name.removeprefix("segment_"))
+        for step, own, loss in zip(
+            *(group["train"][v].values for v in ("step", "segment", "loss")), strict=True
+        ):
+            assert own <= segment
+            assert loss == expected(step, own)[0][0, 0]
