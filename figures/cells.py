@@ -13,8 +13,8 @@ import xarray as xr
 from gradscope.errors import DataError
 
 HOW_IT_RAN = {
-    "run", "tracking", "probes", "evaluate", "model.device", "train.threads", "train.checkpoint_every",
-    "train.micro_batch_tokens", "rollout.max_batch_rows",
+    "import", "run", "tracking", "probes", "evaluate", "model.device", "train.threads",
+    "train.checkpoint_every", "train.micro_batch_tokens", "rollout.max_batch_rows",
 }  # fmt: skip
 """Sections and keys of a configuration that do not change what is learned, beside every key called `seed`."""
 ROUTING = "policy.routing"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradscope.diagnosis import Finding as Finding
     from gradscope.diagnosis import diagnose as diagnose
     from gradscope.errors import GradscopeError as GradscopeError
+    from gradscope.importers.importing import import_run as import_run
     from gradscope.runfile import RunWriter as RunWriter
     from gradscope.runfile import UpdateRecord as UpdateRecord
     from gradscope.runfile import open_run as open_run
@@ -42,6 +43,7 @@ _HOMES = {
     "find_amplification": "gradscope.detectors.amplification",
     "find_capture": "gradscope.detectors.capture",
     "find_cliff": "gradscope.detectors.cliff",
+    "import_run": "gradscope.importers.importing",
     "open_run": "gradscope.runfile",
 }
 

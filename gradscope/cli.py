@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 an asked-for condition is met, 2 the user's to mend, 3 a b
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import sys
 import warnings
@@ -33,6 +34,7 @@ COMMANDS = {
     "diagnose": "Say what went wrong in a saved run, how sure that is, and what the log cannot tell.",
     "inspect": "Show what a run holds: steps, gaps, segments, sizes, provenance, damage.",
     "figures": "Draw the mechanism figures of one or several runs.",
+    "import": "Make a run file of the log of another tool.",
     "list": "List presets or plug-ins.",
     "doctor": "Check this installation and what it can do here.",
 }
@@ -49,8 +51,10 @@ class LazyGroup(typer.core.TyperGroup):
         """Returns the typer command called `cmd_name`; None leads to the parser's own message."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"gradscope.commands.{cmd_name}")
-        function = getattr(module, f"{cmd_name}_" if cmd_name == "list" else cmd_name)
+        # A command may be called as a word of Python's own; its file and function then end in `_`.
+        own = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        module = importlib.import_module(f"gradscope.commands.{own}")
+        function = getattr(module, f"{cmd_name}_", None) or getattr(module, cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(name=cmd_name)(function)
         return typer.main.get_command(single)

@@ -8,10 +8,17 @@ NEEDS = {
     "probes": ("torch",),
     "training": ("torch", "transformers", "peft", "safetensors", "pydantic", "jinja2"),
     "GGUF models": ("gguf",),
+    "other tools' logs": ("tensorboard", "pyarrow", "trackio", "wandb"),
 }
 """Job to its packages; diagnosis needs nothing beyond the plain installation."""
 
-EXTRAS = {"figures": "figures", "probes": "probes", "training": "train", "GGUF models": "smollm"}
+EXTRAS = {
+    "figures": "figures",
+    "probes": "probes",
+    "training": "train",
+    "GGUF models": "smollm",
+    "other tools' logs": "importers",
+}
 """Job to the extra that brings its packages."""
 
 

@@ -15,11 +15,13 @@ REGISTRIES = {
     "tasks": "gradscope.train.tasks:TASKS",
     "detectors": "gradscope.detectors:DETECTORS",
     "figures": "gradscope.figures:FIGURES",
+    "importers": "gradscope.importers:IMPORTERS",
+    "dialects": "gradscope.importers.dialects:DIALECTS",
 }
 
 
 def list_(
-    kind: Annotated[str, typer.Argument(help="presets, workflows, tasks, detectors or figures.")],
+    kind: Annotated[str, typer.Argument(help=", ".join(["presets", *REGISTRIES]) + ".")],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, name to description.")
     ] = False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import xarray as xr
 
 from gradscope import schema
@@ -16,6 +18,7 @@ def unanswerable(run: xr.DataTree) -> tuple[str, ...]:
     """Returns the questions that this run's log leaves open, each with what is missing."""
     damage = str(run.attrs.get(schema.DAMAGE, "")).rstrip(".")
     limits = [*([f"what stood where the log is damaged: {damage}"] if damage else []), *ALWAYS]
+    limits += _of_source(run)
     if not _has(run, "eval", "num_correct"):
         limits.append("whether accuracy held: the log holds no evaluations")
     if not _has(run, "updates", "gram"):
@@ -37,6 +40,14 @@ def unanswerable(run: xr.DataTree) -> tuple[str, ...]:
     if not (_has(run, "train", "response_tokens_mean") or _has(run, "train", "violation_fraction")):
         limits.append("whether replies drifted: the log holds neither reply lengths nor format violations")
     return tuple(limits)
+
+
+def _of_source(run: xr.DataTree) -> list[str]:
+    """Returns what the tool whose log was imported does not write down."""
+    config = json.loads(run.attrs.get("config_json") or "{}")
+    imported = config.get("import") if isinstance(config, dict) else None
+    limits = imported.get("limits") if isinstance(imported, dict) else None
+    return [str(limit) for limit in limits] if isinstance(limits, list) else []
 
 
 def _has(run: xr.DataTree, group: str, name: str) -> bool:

@@ -1,0 +1,87 @@
+"""Tables with a column of steps: what CSV, parquet and flat JSON Lines have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradscope.errors import DataError
+from gradscope.importers.log import ForeignLog, Row, Settings, refuse_mixture
+from gradscope.runfile.columns import number
+
+STEPS = ("step", "train/global_step", "training/global_step", "trainer/global_step", "global_step", "Step",
+         "checkpoint_step", "_step")  # fmt: skip
+"""Names under which steps are looked for, W&B's counter of rows last."""
+COUNTERS = ("_step",)
+TIMES = ("_timestamp", "timestamp", "wall_time", "Wall time", "train/wall_time")
+RUNS = ("run_name", "run_id", "run", "Name")
+"""Columns that tell runs apart in one table."""
+
+
+def rows_of(table: Sequence[Mapping[str, Any]], *, source: str, settings: Settings) -> ForeignLog:
+    """Returns a table's rows, each with its step, without the column of steps.
+
+    Args:
+        table: One mapping a row.
+        source: Where it is from, for messages.
+        settings: The column of steps, and which rows to keep.
+
+    Raises:
+        DataError: There is no column of steps, it holds no numbers, or the rows are of several runs.
+    """
+    names = list(dict.fromkeys(name for row in table for name in row))
+    for column in settings.where:
+        if column not in names:
+            raise DataError(f"{source}: no column '{column}'. It has {_some(names)}.")
+    chosen = [row for row in table if settings.matches(row)]
+    if not chosen:
+        wanted = ", ".join(f"{column}={value}" for column, value in settings.where.items())
+        raise DataError(f"{source}: no row{f' with {wanted}' if wanted else ''}, there is nothing to import.")
+    runs = {name: {str(row[name]) for row in chosen if row.get(name) is not None} for name in RUNS}
+    refuse_mixture(source, runs, settings)
+    column = _step_column(names, source, settings)
+    rows = []
+    for row in chosen:
+        step = _number(row.get(column))
+        values = {name: value for name, value in row.items() if name != column and value is not None}
+        rows.append(Row(step, values, next((_seconds(row[name]) for name in TIMES if name in row), math.nan)))
+    if all(math.isnan(row.counter) for row in rows):
+        raise DataError(
+            f"{source}: column '{column}' holds no numbers. Name the column of steps with --step."
+        )
+    return ForeignLog(tuple(rows), counter_is_step=column not in COUNTERS)
+
+
+def _step_column(names: Sequence[str], source: str, settings: Settings) -> str:
+    if settings.step is not None:
+        if settings.step not in names:
+            raise DataError(f"{source}: no column '{settings.step}'. It has {_some(names)}.")
+        return settings.step
+    found = next((name for name in STEPS if name in names), None)
+    if found is None:
+        raise DataError(
+            f"{source}: no column of steps ({', '.join(STEPS)}). It has {_some(names)}. Name it with --step."
+        )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown or "no columns"
+
+
+def _number(value: Any) -> float:
+    """Returns a number, also one spelled as text; NaN for what is none."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return math.nan
+    found = number(value)
+    return math.nan if found is None else found
+
+
+def _seconds(value: Any) -> float:
+    found = _number(value)
+    return found if found > 1e8 else math.nan  # W&B's `_runtime` and the like count from the start

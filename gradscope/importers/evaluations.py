@@ -1,0 +1,81 @@
+"""Files of evaluations alone: the reference study's `eval_results.jsonl`, or one JSON object of lists."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from gradscope.errors import DataError
+from gradscope.importers.json_lines import first_object, read_objects, torn_note
+from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_mixture
+
+STEPS = ("checkpoint_step", "step")
+COUNTS = ("num_correct", "num_total")
+RUNS = ("workflow_type", "share_policy", "run", "experiment_name")
+"""Keys that tell runs apart in one file."""
+LIMITS = ("anything about gradients, rewards or replies: the source holds evaluations only",)
+
+
+class Importer:
+    """Evaluations alone: the reference study's eval_results.jsonl, or JSON with lists of steps and counts."""
+
+    def recognises(self, source: str) -> bool:
+        """Returns whether the file has steps and counts."""
+        path = Path(source)
+        if not path.is_file() or path.suffix not in {".json", ".jsonl"}:
+            return False
+        first = first_object(path) or _whole(path)
+        return all(name in first for name in COUNTS) and any(name in first for name in STEPS)
+
+    def read(self, source: str, settings: Settings) -> ForeignLog:
+        """Returns one row an evaluation, in the order of the file.
+
+        Raises:
+            DataError: Steps or counts are missing, or the file holds several runs.
+        """
+        path = existing(source, "a file of evaluations")
+        whole = _whole(path)
+        if isinstance(whole.get("num_correct"), list):
+            table, num_torn = _from_lists(path, whole), 0
+        else:
+            table, num_torn = read_objects(path)
+        chosen = [row for row in table if settings.matches(row)]
+        if not chosen:
+            raise DataError(f"{path}: no evaluation{' matches --where' if settings.where else ''}.")
+        runs = {key: {str(row[key]) for row in chosen if key in row} for key in RUNS}
+        refuse_mixture(str(path), runs, settings)
+        rows = tuple(_row(path, number, row) for number, row in enumerate(chosen, 1))
+        return ForeignLog(rows, dialect="evaluations", limits=LIMITS, notes=torn_note(num_torn))
+
+
+def _row(path: Path, number: int, row: dict[str, Any]) -> Row:
+    step = next((row[name] for name in STEPS if name in row), None)
+    if not isinstance(step, int | float) or not math.isfinite(step):
+        raise DataError(f"{path}, evaluation {number}: no step ({' or '.join(STEPS)}).")
+    for name in COUNTS:
+        if not isinstance(row.get(name), int | float):
+            raise DataError(
+                f"{path}, evaluation {number}: no '{name}'; accuracy alone does not say how sure."
+            )
+    return Row(step, {name: row[name] for name in (*COUNTS, "temperature") if name in row})
+
+
+def _from_lists(path: Path, whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns rows of an object whose values are lists of one length; other values are left out."""
+    names = [name for name in (*STEPS, *COUNTS) if isinstance(whole.get(name), list)]
+    lengths = {name: len(whole[name]) for name in names}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"{path}: lists of different lengths, {lengths}.")
+    columns = [whole[name] for name in names]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """Returns the object that is the whole file; empty when the file is something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,29 @@
+"""Flat JSON Lines, one object a step, as gradscope's own `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradscope.importers.columns import rows_of
+from gradscope.importers.json_lines import first_object, read_objects, torn_note
+from gradscope.importers.log import ForeignLog, Settings, existing
+
+
+class Importer:
+    """Flat JSON Lines with a step in each, such as gradscope's metrics.jsonl."""
+
+    def recognises(self, source: str) -> bool:
+        """Returns whether the first line is a flat object."""
+        path = Path(source)
+        return path.is_file() and bool(first_object(path))
+
+    def read(self, source: str, settings: Settings) -> ForeignLog:
+        """Returns the lines.
+
+        Raises:
+            DataError: They hold no step, or the file is absent or empty.
+        """
+        path = existing(source, "a file of JSON Lines")
+        objects, num_torn = read_objects(path)
+        log = rows_of(objects, source=str(path), settings=settings)
+        return ForeignLog(log.rows, log.counter_is_step, notes=torn_note(num_torn))

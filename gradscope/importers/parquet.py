@@ -1,0 +1,49 @@
+"""Parquet files of any tool, one row a step; W&B's history artifact too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gradscope.errors import DataError
+from gradscope.importers.columns import rows_of
+from gradscope.importers.log import ForeignLog, Settings, existing
+
+METADATA = b"gradscope"
+"""Key under which our own exports say which slot has which role and policy."""
+
+
+class Importer:
+    """Parquet of any tool, one row a step, such as W&B's history artifact (a file or a folder of them)."""
+
+    def recognises(self, source: str) -> bool:
+        """Returns whether it is a file called `.parquet`, or a folder that holds some."""
+        path = Path(source)
+        return (path.is_file() and path.suffix == ".parquet") or (path.is_dir() and bool(_files(path)))
+
+    def read(self, source: str, settings: Settings) -> ForeignLog:
+        """Returns the rows; nulls are absent.
+
+        Raises:
+            DataError: It is absent, empty, no parquet, or without steps.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        path = existing(source, "a parquet file")
+        files = _files(path) if path.is_dir() else [path]
+        try:
+            tables = [pyarrow.parquet.read_table(file) for file in files]
+        except (OSError, pyarrow.ArrowException) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise DataError(f"{path}: cannot be read as parquet ({reason}).") from error
+        table = [row for own in tables for row in own.to_pylist()]
+        if not table:
+            raise DataError(f"{path}: empty, there is nothing to import.")
+        log = rows_of(table, source=str(path), settings=settings)
+        about = json.loads((tables[0].schema.metadata or {}).get(METADATA, b"{}"))
+        return ForeignLog(log.rows, log.counter_is_step, about=about)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet"))

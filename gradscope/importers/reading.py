@@ -1,0 +1,173 @@
+"""Reads a foreign log: finds its format and dialect, and gives every number its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gradscope.errors import ConfigError, DataError
+from gradscope.importers import IMPORTERS
+from gradscope.importers.dialect import Dialect
+from gradscope.importers.dialects import DIALECTS
+from gradscope.importers.log import ForeignLog, Importer, Settings
+from gradscope.importers.long_table import Entry, entries, without_rivals
+from gradscope.importers.mapping import read_mapping
+from gradscope.importers.roster import Roster, roster
+from gradscope.importers.scores import Score, scores_of
+from gradscope.importers.segments import Segment, split, with_steps
+from gradscope.importers.telling import limits_of, notes_of
+from gradscope.runfile.columns import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the user says about a log; None leaves it to be found out.
+
+    Attributes:
+        format: Name of an importer.
+        dialect: Name of a dialect.
+        mapping: A mapping file, in place of a dialect.
+        role_pattern: Regular expression with a group `role`, looked for in every key.
+        num_total: Problems of each evaluation that is logged as a fraction.
+        settings: For the importer.
+    """
+
+    format: str | None = None
+    dialect: str | None = None
+    mapping: str | Path | None = None
+    role_pattern: str | None = None
+    num_total: int | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if self.mapping is not None and self.dialect is not None:
+            raise ConfigError(
+                "a mapping file takes the place of a dialect. Give --mapping or --dialect, not both."
+            )
+        if self.num_total is not None and self.num_total < 1:
+            raise ConfigError(f"--num-total is {self.num_total}, expected the number of evaluated problems.")
+
+
+@dataclass(frozen=True)
+class ReadLog:
+    """A foreign log with every number's meaning.
+
+    Attributes:
+        source: Where it is from.
+        format: Name of the importer that read it.
+        dialect: Name of the dialect, or of the mapping file.
+        segments: Stretches between resumes.
+        entries: The long table: segment, step, role, metric, value, source key.
+        scores: The evaluations of each segment.
+        roster: Slots, roles, policies.
+        unknown: Keys that nobody knows, which are kept by their own names.
+        notes: What may be misread, and what the import did.
+        limits: What the source cannot answer.
+    """
+
+    source: str
+    format: str
+    dialect: str
+    segments: Sequence[Segment]
+    entries: Sequence[Entry]
+    scores: Sequence[Sequence[Score]]
+    roster: Roster
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...]
+    limits: tuple[str, ...]
+
+
+def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> ReadLog:
+    """Returns what a log holds; several sources are the parts of one run in their order.
+
+    Raises:
+        DataError: A source is absent, damaged, empty, without steps or of another format, or holds several
+            runs.
+        ConfigError: The mapping file or role pattern cannot be used.
+        UnknownNameError: There is no such format or dialect.
+    """
+    sources = [str(source)] if isinstance(source, str | Path) else [str(part) for part in source]
+    name, where = choices.format or _format_of(sources[0]), ", ".join(sources)
+    mapping = None if choices.mapping is None else read_mapping(choices.mapping)
+    settings = choices.settings
+    if mapping is not None and settings.step is None:
+        settings = replace(settings, step=mapping.step)
+    importer: Importer = IMPORTERS.get(name)()
+    logs = [importer.read(part, settings) for part in sources]
+    log = replace(logs[0], rows=tuple(row for part in logs for row in part.rows))
+    rows, step_notes = with_steps(log, where)
+    keys = _number_keys(log)
+    if mapping is not None:
+        spoken, dialect = Path(str(choices.mapping)).name, mapping.dialect
+    else:
+        spoken = choices.dialect or log.dialect or _dialect_of(keys, where, choices.role_pattern)
+        dialect = DIALECTS.get(spoken)()
+    read = without_rivals(dialect.reader(choices.role_pattern), keys)
+    unknown = tuple(key for key in keys if not read(key).metric)
+    if len(unknown) == len(keys):
+        raise DataError(
+            f"{where}: dialect '{spoken}' knows none of its keys ({_some(keys)}). Say what they mean with "
+            "--mapping FILE.yaml."
+        )
+    segments = split(rows, read, where)
+    total = choices.num_total or (mapping.num_total if mapping else None)
+    scores = [scores_of(segment, read, num_total=total, source=where) for segment in segments]
+    table = entries(segments, read)
+    _need_anything(where, table, [score.counted for score in scores])
+    people = roster([read(key) for key in keys], dialect, log)
+    fractions = tuple(dict.fromkeys(key for score in scores for key in score.fractions))
+    return ReadLog(
+        where, name, spoken, segments, table, [score.counted for score in scores], people, unknown,
+        notes=(*log.notes, *step_notes, *notes_of(dialect, keys, table, people, len(segments))),
+        limits=(*log.limits, *limits_of(dialect, table, people, fractions)),
+    )  # fmt: skip
+
+
+def _format_of(source: str) -> str:
+    for name in IMPORTERS.names():
+        if IMPORTERS.get(name)().recognises(source):
+            return name
+    if not Path(source).exists():
+        raise DataError(f"{source}: no such file or directory.")
+    raise DataError(
+        f"{source}: no known format. Name one with --format: {', '.join(IMPORTERS.names())}; "
+        "see 'gradscope list importers'."
+    )
+
+
+def _dialect_of(keys: Sequence[str], source: str, role_pattern: str | None) -> str:
+    """Returns the dialect that knows most keys, the first of several."""
+    known = {}
+    for name in DIALECTS.names():
+        dialect: Dialect = DIALECTS.get(name)()
+        read = dialect.reader(role_pattern)
+        known[name] = sum(bool(read(key).metric) for key in keys)
+    best = max(known, key=lambda name: known[name])
+    if not known[best]:
+        raise DataError(
+            f"{source}: no dialect knows any of its keys ({_some(keys)}). Say what they mean with "
+            "--mapping FILE.yaml; see docs/importing.md."
+        )
+    return best
+
+
+def _number_keys(log: ForeignLog) -> list[str]:
+    """Returns the keys that hold a number in some row, in the order of their first."""
+    return list(
+        dict.fromkeys(
+            key for row in log.rows for key, value in row.values.items() if number(value) is not None
+        )
+    )
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:6]) or "none holds numbers"
+
+
+def _need_anything(source: str, table: Sequence[Entry], scores: Sequence[Sequence[Score]]) -> None:
+    if not table and not any(scores):
+        raise DataError(
+            f"{source}: its evaluations are fractions of an unknown number of answers. Say the number of "
+            "problems with --num-total."
+        )

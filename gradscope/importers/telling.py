@@ -1,0 +1,74 @@
+"""What an import tells its user: traps of the source, what was assumed, what the log cannot answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from gradscope.importers.dialect import Dialect
+from gradscope.importers.long_table import Entry
+from gradscope.importers.roster import Roster
+
+WITHOUT_ANGLES = (
+    "angles between gradients, so coherence, alignment and the shares of a shared policy: the source logs "
+    "norms at most",
+    "which modules a gradient was in: the source logs whole norms at most",
+)
+MISSING_KEYS = 0.05
+"""A key missing at more than this fraction of the steps at which others stand is worth mention."""
+
+
+def notes_of(
+    dialect: Dialect, keys: Sequence[str], table: Sequence[Entry], people: Roster, num_segments: int
+) -> tuple[str, ...]:
+    """Returns one sentence for each thing that may be misread."""
+    notes = [trap.sentence for trap in dialect.traps if any(re.fullmatch(trap.pattern, key) for key in keys)]
+    notes += _interval(dialect, table)
+    if num_segments > 1:
+        notes.append(
+            f"Steps go back {num_segments - 1} time(s), as after a resume: each step is kept once, of the "
+            "later stretch; what it replaced is under /superseded."
+        )
+    if people.assumed and len(people.slots) > 1:
+        notes.append(
+            f"The log does not say which policy {', '.join(people.assumed)} train; they stand on one, '"
+            f"{people.policies[people.assumed[0]]}'. A mapping file can say it (policies:)."
+        )
+    return tuple(notes)
+
+
+def _interval(dialect: Dialect, table: Sequence[Entry]) -> list[str]:
+    """Says so where gradient norms stand at every n-th step only."""
+    steps = np.unique([entry.step for entry in table if entry.metric == "grad_norm"])
+    gaps = np.diff(steps)
+    if not gaps.size or np.median(gaps) <= 1:
+        return []
+    meaning = {
+        "last": "each is of the last step before it, so spikes between are lost",
+        "mean": "each is a mean over the steps before it, so spikes are flattened",
+    }.get(dialect.window, "spikes between may be lost")
+    return [f"Gradient norms stand at every {np.median(gaps):g}th step only: {meaning}."]
+
+
+def limits_of(
+    dialect: Dialect, table: Sequence[Entry], people: Roster, fractions: Iterable[str]
+) -> tuple[str, ...]:
+    """Returns what the source cannot answer."""
+    limits = list(dialect.limits)
+    if table and not any(entry.metric == "gram" for entry in table):
+        limits += WITHOUT_ANGLES
+    shared = [policy for policy in set(people.policies.values()) if len(people.slots_on(policy)) > 1]
+    norms = {entry.metric for entry in table} & {"grad_norm", "gram"}
+    if norms == {"grad_norm"} and shared:
+        limits.append(f"each role's part in the norm of {', '.join(sorted(shared))}: it is of the roles' sum")
+    if table and not norms:
+        limits.append("how large gradients were: the source logs no gradient norm")
+    keys = list(fractions)
+    if keys:
+        limits.append(
+            f"whether accuracy held: {', '.join(keys[:3])} are fractions of an unknown number of answers; "
+            "say the number of problems with --num-total"
+        )
+    return tuple(limits)

@@ -1,0 +1,82 @@
+"""TensorBoard event files: one, or a folder of those of one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradscope.errors import DataError
+from gradscope.importers.log import ForeignLog, Row, Settings, existing
+
+MARK = "tfevents"
+NOTES = ("TensorBoard keeps 32-bit floats: values agree with what was logged to about 7 digits.",)
+
+
+class Importer:
+    """TensorBoard event files, one or a folder of those of one run; every scalar, no sampling."""
+
+    def recognises(self, source: str) -> bool:
+        """Returns whether it is an event file, or a folder that holds some."""
+        path = Path(source)
+        return MARK in path.name if path.is_file() else path.is_dir() and bool(_files(path))
+
+    def read(self, source: str, settings: Settings) -> ForeignLog:
+        """Returns the scalars; those that follow one another at one step are one row.
+
+        Raises:
+            DataError: There are no event files, they hold no scalars, or they are of several runs.
+        """
+        path = existing(source, "an event file or a folder of them")
+        files = [path] if path.is_file() else _files(path)
+        folders = {file.parent for file in files}
+        if len(folders) > 1:
+            names = ", ".join(str(folder.relative_to(path)) for folder in sorted(folders)[:6])
+            raise DataError(
+                f"{path}: holds event files of {len(folders)} runs ({names}). Name one of the folders; parts "
+                "of one run that was resumed may be named one after the other."
+            )
+        if not files:
+            raise DataError(f"{path}: holds no event file (a name with '{MARK}').")
+        rows = tuple(row for file in files for row in _rows(file))
+        if not rows:
+            raise DataError(f"{path}: no scalars in {len(files)} event file(s), there is nothing to import.")
+        return ForeignLog(rows, notes=NOTES)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Returns the event files under a folder; their names begin with the time of their start."""
+    return sorted(file for file in folder.rglob(f"*{MARK}*") if file.is_file())
+
+
+def _rows(file: Path) -> Iterator[Row]:
+    values: dict[str, float] = {}
+    step, time = 0, math.nan
+    for event_step, event_time, tag, value in _scalars(file):
+        if values and (event_step != step or tag in values):
+            yield Row(step, values, time)
+            values = {}
+        values[tag] = value
+        step, time = event_step, event_time
+    if values:
+        yield Row(step, values, time)
+
+
+def _scalars(file: Path) -> Iterator[tuple[int, float, str, float]]:
+    """Yields (step, wall time, tag, value) of every scalar, in the order of writing.
+
+    Raises:
+        DataError: The file is no event file, or damaged before its end.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util import tensor_util
+
+    try:
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value if event.HasField("summary") else ():
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    number = float(tensor_util.make_ndarray(value.tensor).reshape(-1)[0])
+                    yield event.step, event.wall_time, value.tag, number
+    except (OSError, DecodeError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as an event file ({error}).") from error
