@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope.runfile.evidence import ModuleEvidence, RowEvidence
+
 Array = NDArray[np.float64]
 
 
@@ -36,6 +38,8 @@ class UpdateRecord:
         attribution_residual: Relative gap between the sum of contributions and the applied change.
         labels: The second labels of rows, in the order of every L axis; empty when none are declared.
         label_gram: Inner products of the gradients of slots x labels, `[K, L, K, L]`.
+        modules: The update module by module, where that was looked at.
+        rows: Its rows one by one, where they were.
     """
 
     policy: str
@@ -50,3 +54,5 @@ class UpdateRecord:
     attribution_residual: float | None = None
     labels: tuple[str, ...] = ()
     label_gram: Array | None = None
+    modules: ModuleEvidence | None = None
+    rows: RowEvidence | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -31,12 +32,13 @@ class RowMeter:
             for name, parameter in policy.covered.items()
         }
         self._num_uses = Counter(id(p) for target in layout.targets for p in target.parameters.values())
-        self._sums: dict[RowBatch, RowSums] = {}
+        # A micro-batch whose forward pass failed, or that is never stepped on, goes by itself.
+        self._sums: WeakKeyDictionary[RowBatch, RowSums] = WeakKeyDictionary()
 
     def begin(self, batch: RowBatch, *, sketches: bool) -> None:
         """Measures the rows of a micro-batch from now on."""
         dim = self._settings.sketch_dim if sketches else 0
-        self._sums[batch] = RowSums(batch, dim=dim, seed=self._settings.sketch_seed, num_uses=self._num_uses)
+        self._sums[batch] = RowSums(dim=dim, seed=self._settings.sketch_seed, num_uses=self._num_uses)
 
     def add(self, batch: RowBatch, parameters: Iterable[nn.Parameter], add_cells: AddCells) -> None:
         """Takes in one call of a module with rows of a micro-batch, if they are measured.
@@ -47,13 +49,9 @@ class RowMeter:
             add_cells: Adds their gradients by cell, for any division of the rows.
         """
         if batch in self._sums:
-            self._sums[batch].add({self._names[id(p)]: p for p in parameters}, add_cells)
+            self._sums[batch].add(batch, {self._names[id(p)]: p for p in parameters}, add_cells)
 
     def finish(self, batch: RowBatch) -> RowNumbers | None:
-        """Returns the numbers of a micro-batch's rows and forgets them; None where they were not measured."""
-        sums = self._sums.pop(batch, None)
-        return None if sums is None else sums.finish()
-
-    def clear(self) -> None:
-        """Forgets the micro-batches in progress."""
-        self._sums.clear()
+        """Returns the numbers of a micro-batch's rows; None where they were not measured."""
+        sums = self._sums.get(batch)
+        return None if sums is None else sums.finish(batch)

@@ -58,18 +58,12 @@ class RowSums:
     where a parameter turns out to be used more often than was known; sketches are linear and need neither.
 
     Args:
-        batch: The micro-batch.
         dim: Numbers of a sketch, 0 for none.
         seed: Seed of the sketches.
         num_uses: Parameter id -> number of calls that use it in one pass; raised when there are more.
-
-    Attributes:
-        seen: Ids of the parameters of which something arrived.
     """
 
-    def __init__(self, batch: RowBatch, *, dim: int, seed: int, num_uses: Counter[int]) -> None:
-        self.seen: set[int] = set()
-        self._batch = batch
+    def __init__(self, *, dim: int, seed: int, num_uses: Counter[int]) -> None:
         self._dim = dim
         self._seed = seed
         self._num_uses = num_uses
@@ -82,28 +76,29 @@ class RowSums:
         self._squares_R: torch.Tensor | None = None
         self._sketches_RS: torch.Tensor | None = None
 
-    def add(self, parameters: Mapping[str, nn.Parameter], add_cells: AddCells) -> None:
+    def add(self, batch: RowBatch, parameters: Mapping[str, nn.Parameter], add_cells: AddCells) -> None:
         """Takes in one call of a module.
 
         Args:
+            batch: The micro-batch.
             parameters: Parameters that take part, by name in the model.
             add_cells: Adds their gradients by cell.
         """
         first = next(iter(parameters.values()))
         if self._squares_R is None:
-            self._begin(first.device)
+            self._begin(batch, first.device)
         for portion in _portions(self._num_rows, sum(p.numel() for p in parameters.values())):
             policy = Policy("rows", tuple(portion), dict(parameters), {})
             sums = SlotAccumulators(policy, Cells(policy.slots, self._num_rows), Reduction())
-            add_cells(self._rows_of(portion), sums)
+            add_cells(self._rows_of(batch, portion), sums)
             for name, parameter in parameters.items():
                 self._take(name, parameter, portion, sums.stacked(parameter).flatten(1))
         for parameter in parameters.values():
             self._count(parameter)
 
-    def finish(self) -> RowNumbers:
+    def finish(self, batch: RowBatch) -> RowNumbers:
         """Returns the numbers of all rows; those of which nothing arrived have no gradient."""
-        starts = row_starts(self._batch)
+        starts = row_starts(batch)
         for gradients in self._held.values():
             self._square(gradients, slice(None))
         self._held.clear()
@@ -116,21 +111,21 @@ class RowSums:
         sketches = None if self._sketches_RS is None else self._sketches_RS.cpu().numpy()
         return RowNumbers(starts, norms, sketches)
 
-    def _begin(self, device: torch.device) -> None:
-        starts = row_starts(self._batch)
-        lengths = np.diff(starts, append=len(self._batch))
+    def _begin(self, batch: RowBatch, device: torch.device) -> None:
+        starts = row_starts(batch)
+        lengths = np.diff(starts, append=len(batch))
         self._num_rows = len(starts)
         self._row_of_entry = np.repeat(np.arange(len(starts)), lengths)
         self._squares_R = torch.zeros(len(starts), dtype=torch.float64, device=device)
         if self._dim:
             self._sketches_RS = torch.zeros(len(starts), self._dim, dtype=torch.float64, device=device)
 
-    def _rows_of(self, portion: range) -> RowBatch:
+    def _rows_of(self, batch: RowBatch, portion: range) -> RowBatch:
         """Returns the micro-batch with the rows of a portion as slots; the others belong to none."""
         if portion not in self._portions:
             slot_N = [
                 int(row) if row in portion and slot != UNTAGGED else UNTAGGED
-                for row, slot in zip(self._row_of_entry, self._batch.slot_N, strict=True)
+                for row, slot in zip(self._row_of_entry, batch.slot_N, strict=True)
             ]
             names = [str(row) for row in range(self._num_rows)]
             self._portions[portion] = RowBatch(slot_N, names, numbers={})
@@ -157,7 +152,6 @@ class RowSums:
 
     def _count(self, parameter: nn.Parameter) -> None:
         key = id(parameter)
-        self.seen.add(key)
         self._arrived[key] += 1
         known = max(1, self._num_uses[key])
         if self._arrived[key] > known:
