@@ -84,6 +84,7 @@ class SlotAccumulators:
 
     Attributes:
         closed: Whether the sums are those of an update that has its record; what arrives next starts anew.
+        seen: Covered parameters, by identity, of which something arrived since the last reset.
         left_out: Covered parameters, by identity, of which this update cannot tell the slots apart.
         undivided: Slots of which some gradient is known as a whole only, not by half and label.
     """
@@ -97,21 +98,22 @@ class SlotAccumulators:
         self.eps = max(torch.finfo(parameter.dtype).eps for parameter in policy.covered.values())
         self.left_out: set[int] = set()
         self.undivided: set[int] = set()
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._blocks: list[Block] = []
+        self._local: list[Block] | None = None
         self._stacked: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def stacked(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns the sums `[C, *shape]` of a parameter, to be added to."""
         self._open()
-        self._seen.add(id(parameter))
+        self.seen.add(id(parameter))
         return self._stacked[id(parameter)]
 
     def separate(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
         """Returns the C sums of a parameter, each of its shape, to be added to."""
         self._open()
-        self._seen.add(id(parameter))
+        self.seen.add(id(parameter))
         return self._views[id(parameter)]
 
     def leave_out(self, parameter: nn.Parameter) -> None:
@@ -127,7 +129,7 @@ class SlotAccumulators:
 
     def is_fresh(self, parameter: nn.Parameter) -> bool:
         """Whether nothing arrived for a parameter since the last reset: its sums may be overwritten."""
-        return self.closed or id(parameter) not in self._seen
+        return self.closed or id(parameter) not in self.seen
 
     def span(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """Returns the sums of parameters as one `[C, n]` where they lie side by side in this order."""
@@ -144,7 +146,7 @@ class SlotAccumulators:
         """Divides the cells by halves of the problems; what is there goes to the first half."""
         if self.cells.num_halves == 2:
             return
-        before, self._blocks = self._blocks, []
+        before, self._blocks, self._local = self._blocks, [], None
         self.cells = self.cells.halved()
         if before:
             self._allocate()
@@ -160,7 +162,7 @@ class SlotAccumulators:
     @property
     def empty(self) -> bool:
         """Whether nothing arrived since the last reset."""
-        return not self._seen
+        return not self.seen
 
     def gradients(self, slot: int) -> dict[str, torch.Tensor]:
         """Returns copies of one slot's gradients by parameter name; zeros where nothing arrived."""
@@ -176,19 +178,25 @@ class SlotAccumulators:
         """Sets the sums to zero for the next update."""
         for block in self._blocks:
             block.sums.zero_()
-        self._seen.clear()
+        self.seen.clear()
+        self._local = None
         self.left_out.clear()
         self.undivided.clear()
         self.closed = False
 
     def local_blocks(self) -> list[Block]:
-        """Returns the blocks over all processes, of the numbers that this process accounts for."""
+        """Returns the blocks over all processes, of the numbers that this process accounts for.
+
+        They are added up over processes once and kept until something arrives or `reset`.
+        """
         self._allocate()
-        covered = self.policy.covered
-        return [
-            Block(self.reduction.local_sums(b.sums, [covered[name].shape for name in b.names]), b.names)
-            for b in self._blocks
-        ]
+        if self._local is None:
+            covered = self.policy.covered
+            self._local = [
+                Block(self.reduction.local_sums(b.sums, [covered[name] for name in b.names]), b.names)
+                for b in self._blocks
+            ]
+        return self._local
 
     def segments(self, block: Block, *, num_rows: int) -> list[Segment]:
         """Returns the columns of a local block in segments of which `num_rows` rows are looked at at once."""
@@ -208,7 +216,7 @@ class SlotAccumulators:
         gap_square, covered_square = (float(number) for number in numbers[-2:])
         left_out = (p for p in self.policy.covered.values() if id(p) in self.left_out)
         rest = [p.grad for p in (*self.policy.uncovered.values(), *left_out) if p.grad is not None]
-        rest_square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in rest)
+        rest_square = float(self.reduction.add_up(self._square(rest)))
         return Summary(
             cells=self.cells,
             cell_gram=(gram + gram.T) / 2,
@@ -218,23 +226,38 @@ class SlotAccumulators:
         )
 
     def unseen(self) -> list[str]:
-        """Returns the covered parameters with a nonzero gradient of which nothing arrived here."""
-        return [
-            name
-            for name, parameter in self.policy.covered.items()
-            if id(parameter) not in self._seen and parameter.grad is not None and bool(parameter.grad.any())
-        ]
+        """Returns the covered parameters with a nonzero gradient of which nothing arrived anywhere."""
+        missing = {name: p for name, p in self.policy.covered.items() if id(p) not in self.seen}
+        if not missing:
+            return []
+        squares = torch.stack(
+            [self._square([p.grad] if p.grad is not None else []) for p in missing.values()]
+        )
+        found = self.reduction.add_up(squares).tolist()
+        return [name for name, square in zip(missing, found, strict=True) if square != 0]
 
     def largest_gaps(self, number: int) -> list[tuple[str, float]]:
         """Returns the covered parameters whose sums differ most from autograd's gradient, and by how much."""
-        gaps = []
-        for name, parameter in self.policy.covered.items():
-            if id(parameter) in self.left_out:
-                continue
-            total = self._stacked[id(parameter)].sum(0)
-            gap = total if parameter.grad is None else total - parameter.grad
-            gaps.append((name, float(torch.linalg.vector_norm(gap))))
-        return sorted(gaps, key=lambda item: -item[1])[:number]
+        names: list[str] = []
+        squares: list[torch.Tensor] = []
+        for block in self.local_blocks():
+            parameters = [self.policy.covered[name] for name in block.names]
+            sizes = [self.reduction.local(parameter).numel() for parameter in parameters]
+            for parameter, sums in zip(parameters, block.sums.split(sizes, dim=1), strict=True):
+                gradient = self._gradient(parameter)
+                total = sums.sum(0)
+                gap = total if gradient is None else total - self.reduction.local(gradient)
+                squares.append(torch.linalg.vector_norm(gap, dtype=torch.float64).cpu() ** 2)
+            names += block.names
+        gaps = self.reduction.add_up(torch.stack(squares)).sqrt().tolist()
+        return sorted(zip(names, gaps, strict=True), key=lambda item: -item[1])[:number]
+
+    def _square(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the squared norm of the numbers of tensors that this process accounts for."""
+        norms = [
+            torch.linalg.vector_norm(self.reduction.local(t), dtype=torch.float64).cpu() for t in tensors
+        ]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return None if id(parameter) in self.left_out else parameter.grad
@@ -251,6 +274,7 @@ class SlotAccumulators:
     def _open(self) -> None:
         if self.closed:
             self.reset()
+        self._local = None
         self._allocate()
 
     def _allocate(self) -> None:

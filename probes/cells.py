@@ -8,7 +8,7 @@ Legend: K slots of the policy, L labels (1 where none are declared), H halves (1
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -98,24 +98,6 @@ class Cells:
 def cell_code(half: int, slot: int, label: int, *, num_slots: int, num_labels: int) -> int:
     """Returns the number of a cell among those of all slots."""
     return (half * num_slots + slot) * num_labels + label
-
-
-class Halves:
-    """Divides the problems of one policy's update: each that is new goes to the other half than the last.
-
-    Problems take turns in the order in which they first appear, so that halves are as even as they can be.
-    """
-
-    def __init__(self) -> None:
-        self._half: dict[Hashable, int] = {}
-
-    def of(self, problem: Hashable) -> int:
-        """Returns 0 or 1, the same for a problem until `clear`."""
-        return self._half.setdefault(problem, len(self._half) % 2)
-
-    def clear(self) -> None:
-        """Forgets the problems: the next update starts anew."""
-        self._half.clear()
 
 
 def check_labels(labels: Iterable[str], num_slots: int) -> tuple[str, ...]:

@@ -15,31 +15,12 @@ from numpy.typing import NDArray
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators, Summary
+from gradscope.probes.agreement import Agreed
 from gradscope.probes.cells import Cells
 from gradscope.probes.counts import slot_counts
 from gradscope.probes.rows import RowBatch
-from gradscope.probes.targets import Layout, Policy
+from gradscope.probes.targets import Policy
 from gradscope.runfile.update import UpdateRecord
-
-
-def driven_policies(optimizer: torch.optim.Optimizer, layout: Layout) -> list[Policy]:
-    """Returns the policies of which the optimizer holds covered parameters.
-
-    Raises:
-        ProbeError: It holds none.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    driven = [
-        policy
-        for policy in layout.policies.values()
-        if any(id(parameter) in held for parameter in policy.covered.values())
-    ]
-    if not driven:
-        raise ProbeError(
-            f"step(): the optimizer holds no parameter of the policies {', '.join(layout.policies)}; pass "
-            "the one that was made from the probed model's parameters."
-        )
-    return driven
 
 
 def make_record(
@@ -50,6 +31,7 @@ def make_record(
     *,
     labels: tuple[str, ...],
     reference_norm: float,
+    agreed: Agreed,
 ) -> tuple[UpdateRecord, Summary]:
     """Returns the record of one policy's update and the summary that it was checked with.
 
@@ -61,13 +43,14 @@ def make_record(
         labels: The declared labels.
         reference_norm: Largest gradient norm of earlier updates; rounding is judged against it when an
             update's own gradient cancels to nothing.
+        agreed: What all processes have of the policy.
 
     Raises:
         ProbeError: The slot gradients do not add up to autograd's gradient.
     """
     policy = sums.policy
     summary = sums.summarise()
-    _check_sum(sums, summary, reference_norm, tapped=any(batch.tapped for batch in batches))
+    _check_sum(sums, summary, reference_norm, agreed)
     rows = _count_rows(sums, batches, len(slots))
     record = UpdateRecord(
         policy=policy.name,
@@ -76,7 +59,7 @@ def make_record(
         counts=rows.counts,
         coverage=sums.coverage(),
         scalars={"grad_norm": summary.grad_norm, "learning_rate": _learning_rate(optimizer, policy)},
-        gram_cross=_gram_cross(summary, rows),
+        gram_cross=_gram_cross(summary, rows, agreed),
         labels=labels,
         label_gram=_label_gram(summary, rows) if labels else None,
     )
@@ -107,19 +90,17 @@ class _Rows:
 def _count_rows(sums: SlotAccumulators, batches: Sequence[RowBatch], num_slots: int) -> _Rows:
     cells = sums.cells
     counts = slot_counts(batches, cells.slots, num_slots)
-    unknown = [[slot in batch.without_problem for slot in cells.slots] for batch in batches]
-    parts = [
+    unknown = [sum(slot in batch.without_problem for batch in batches) for slot in cells.slots]
+    parts: list[NDArray[np.float64]] = [
         *counts.values(),
-        sum((batch.num_rows(cells) for batch in batches), np.zeros(len(cells), dtype=np.int64)),
-        np.sum(unknown, axis=0),
-        [slot in sums.undivided for slot in cells.slots],
-        [sum(batch.halved for batch in batches)],
+        sum((batch.num_rows(cells).astype(np.float64) for batch in batches), np.zeros(len(cells))),
+        np.asarray(unknown, dtype=np.float64),
+        np.asarray([slot in sums.undivided for slot in cells.slots], dtype=np.float64),
+        np.asarray([sum(batch.halved for batch in batches)], dtype=np.float64),
     ]
     sizes = np.cumsum([len(part) for part in parts])[:-1]
-    numbers = torch.from_numpy(np.concatenate(parts).astype(np.float64))
-    *totals, of_cell, without_problem, undivided, halved = np.split(
-        sums.reduction.add_up(numbers).numpy(), sizes
-    )
+    numbers = np.sum(sums.reduction.gather(np.concatenate(parts)), axis=0)
+    *totals, of_cell, without_problem, undivided, halved = np.split(numbers, sizes)
     return _Rows(
         counts=dict(zip(counts, totals, strict=True)),
         of_cell=of_cell.astype(np.int64),
@@ -130,12 +111,13 @@ def _count_rows(sums: SlotAccumulators, batches: Sequence[RowBatch], num_slots: 
     )
 
 
-def _gram_cross(summary: Summary, rows: _Rows) -> NDArray[np.float64] | None:
+def _gram_cross(summary: Summary, rows: _Rows, agreed: Agreed) -> NDArray[np.float64] | None:
     """Returns the products between halves, `[S, S]`; None when no problems were given."""
     if not rows.halved:
         return None
     cross = summary.cells.cross_gram(summary.cell_gram, rows.of_cell)
-    return _among_all(cross, rows.there & ~rows.without_problem & ~rows.undivided, summary.cells)
+    known = rows.there & ~rows.without_problem & ~rows.undivided
+    return _among_all(cross, known & (not agreed.conflict), summary.cells)
 
 
 def _label_gram(summary: Summary, rows: _Rows) -> NDArray[np.float64]:
@@ -175,7 +157,7 @@ def check_policy_without_rows(sums: SlotAccumulators) -> None:
         )
 
 
-def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float, *, tapped: bool) -> None:
+def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float, agreed: Agreed) -> None:
     name = sums.policy.name
     unseen = sums.unseen()
     if unseen:
@@ -185,7 +167,7 @@ def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float, 
             "or a layer bypassed, compiled or checkpointed in a way that hides it? Gradients must be zeroed "
             "between updates."
         )
-    if tapped and sums.empty and all(parameter.grad is None for parameter in sums.policy.covered.values()):
+    if agreed.tapped and sums.empty and not agreed.has_gradient:
         raise ProbeError(
             f"step(): policy '{name}': rows were run, but no gradient reached its parameters. Call "
             "step() after backward() and before zero_grad()."

@@ -11,9 +11,14 @@ from torch import nn
 
 from gradscope.errors import ProbeError, nearest
 from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.agreement import Agreed, agree, standing_of
 from gradscope.probes.cells import Cells, check_labels
 from gradscope.probes.checkpointing import bind_checkpointing
-from gradscope.probes.record import check_policy_without_rows, driven_policies, make_record
+from gradscope.probes.evidence.gathering import Gathering
+from gradscope.probes.evidence.settings import Evidence
+from gradscope.probes.distributed import Processes
+from gradscope.probes.halves import Halves, first_half
+from gradscope.probes.record import check_policy_without_rows, make_record
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.row_input import read_rows
 from gradscope.probes.rows import RowBatch
@@ -47,7 +52,7 @@ class Scope:
         layout: Layout,
         *,
         labels: Sequence[str] = (),
-        reduction: Reduction | None = None,
+        evidence: Evidence | None = None,
     ) -> None:
         self.model = model
         self.slots = dict(slots)
@@ -58,13 +63,15 @@ class Scope:
         self._index = {slot: index for index, slot in enumerate(slots)}
         self._waiting: dict[str, list[RowBatch]] = {policy: [] for policy in layout.policies}
         self._largest_norm = dict.fromkeys(layout.policies, 0.0)
-        self._reduction = reduction or Reduction()
-        self._halves = {policy: self._reduction.halves() for policy in layout.policies}
+        self._processes = Processes(model, layout)
+        self._halves = self._fresh_halves()
         self._policy_of_slot = {
             slot: policy.name for policy in layout.policies.values() for slot in policy.slots
         }
+        self._gathering = Gathering(layout, evidence or Evidence())
         self._collector = Collector(self._fresh_sums())
-        self._handles = place(model, layout, self._collector)
+        self._collector.row_meter = self._gathering.row_meter
+        self._handles = [*place(model, layout, self._collector), self._processes]
         self._undo_checkpointing = bind_checkpointing(self._collector)
 
     @property
@@ -124,22 +131,26 @@ class Scope:
         if self._collector.batch is not None:
             raise ProbeError("rows(): already inside a rows() block; leave it before the next micro-batch.")
         numbers = {"tokens": tokens, "advantages": advantages, "loss_weights": loss_weights}
-        batch = read_rows(
-            slot_of_each_row,
-            self._index,
-            problems=problems,
-            row_ids=row_ids,
-            numbers=numbers,
-            packed=packed,
-            labels=labels,
-            known_labels=self.labels,
-            half_of=lambda slot, problem: self._halves[self._policy_of_slot[slot]].of(problem),
-        )
-        if self._layout.mode == "pure":
-            check_one_slot(batch)
-        for name, sums in self._collector.sums.items():
-            if batch.halved and not batch.slots.isdisjoint(self._layout.policies[name].slots):
-                sums.halve()
+        with self._told_to_other_ranks():
+            self._processes.prepare()
+            batch = read_rows(
+                slot_of_each_row,
+                self._index,
+                problems=problems,
+                row_ids=row_ids,
+                numbers=numbers,
+                packed=packed,
+                labels=labels,
+                known_labels=self.labels,
+                half_of=lambda slot, problem: self._halves[self._policy_of_slot[slot]].of(problem),
+            )
+            if self._layout.mode == "pure":
+                check_one_slot(batch)
+            if self._collector.row_meter is not None:
+                self._gathering.begin(batch, problems)
+            for name, sums in self._collector.sums.items():
+                if batch.halved and not batch.slots.isdisjoint(self._layout.policies[name].slots):
+                    sums.halve()
         self._collector.batch = batch
         try:
             yield
@@ -164,24 +175,31 @@ class Scope:
                 and weights are untouched, and training can go on without it.
         """
         self._require_attached("step")
-        policies = driven_policies(optimizer, self._layout)
-        ready = [policy for policy in policies if self._waiting[policy.name]]
-        if not ready and self._collector.failure is None:
-            raise ProbeError(
-                f"step(): no rows of policy {', '.join(policy.name for policy in policies)} since its last "
-                "step; run the forward pass inside `with scope.rows(...)`."
-            )
         try:
-            if self._collector.failure is not None:
-                raise ProbeError(self._collector.failure)
-            for policy in policies:
-                if not self._waiting[policy.name]:
-                    check_policy_without_rows(self._collector.sums[policy.name])
-            records = [self._close(policy.name, optimizer) for policy in ready]
+            reduction, sums = self._processes.find_reduction(), self._collector.sums
+            self._use(reduction)
         except ProbeError:
             self.detach()
             raise
-        return records if len(policies) > 1 else records[0]
+        standing = standing_of(
+            optimizer, self._layout, sums, self._waiting, self._halves, self._collector.failure
+        )
+        try:
+            agreed = agree(standing, reduction, sums)
+            ready = [name for name, policy in agreed.items() if policy.announced]
+            for name in agreed if ready else ():
+                if name not in ready:
+                    check_policy_without_rows(self._collector.sums[name])
+            records = [self._close(name, optimizer, agreed[name]) for name in ready]
+        except ProbeError:
+            self.detach()
+            raise
+        if not ready:
+            raise ProbeError(
+                f"step(): no rows of policy {', '.join(agreed)} since its last step; run the forward pass "
+                "inside `with scope.rows(...)`."
+            )
+        return records if len(agreed) > 1 else records[0]
 
     def slot_gradients(self, slot: str) -> dict[str, torch.Tensor]:
         """Returns copies of a slot's gradients so far in this update, by parameter name.
@@ -260,7 +278,22 @@ class Scope:
     ) -> None:
         self.detach()
 
-    def _close(self, policy: str, optimizer: torch.optim.Optimizer) -> UpdateRecord:
+    @contextmanager
+    def _told_to_other_ranks(self) -> Iterator[None]:
+        """Lets what goes wrong in a block on one process end the next step on all: they would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            if self._processes.several:
+                self._collector.fail(str(error))
+            raise
+
+    def _use(self, reduction: Reduction) -> None:
+        for sums in self._collector.sums.values():
+            sums.reduction = reduction
+            sums.eps = max(sums.eps, reduction.eps)
+
+    def _close(self, policy: str, optimizer: torch.optim.Optimizer, agreed: Agreed) -> UpdateRecord:
         sums = self._collector.sums[policy]
         record, summary = make_record(
             sums,
@@ -269,9 +302,14 @@ class Scope:
             optimizer,
             labels=self.labels,
             reference_norm=self._largest_norm[policy],
+            agreed=agreed,
         )
+        if agreed.conflict:
+            self._halves[policy].go_by_name()
+            self._processes.warn(f"gram_cross of an update of policy '{policy}' is NaN: {agreed.conflict}.")
         self.residuals[policy] = summary.residual
         self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
+        self._gathering.close(sums, self._waiting[policy], record)
         self._waiting[policy] = []
         self._halves[policy].clear()
         self._collector.arrivals.clear()
@@ -282,24 +320,30 @@ class Scope:
     def _aside(self) -> Iterator[None]:
         """Puts the sums and rows of the current update aside for the duration of a block."""
         kept, waiting, failure = self._collector.sums, self._waiting, self._collector.failure
-        halves = self._halves
+        halves, row_meter = self._halves, self._collector.row_meter
         self._collector.sums, self._collector.failure = self._fresh_sums(), None
+        self._collector.row_meter = None
         self._waiting = {policy: [] for policy in waiting}
-        self._halves = {policy: self._reduction.halves() for policy in waiting}
+        self._halves = self._fresh_halves()
         try:
             yield
         finally:
             self._collector.sums, self._waiting, self._collector.failure = kept, waiting, failure
-            self._halves = halves
+            self._halves, self._collector.row_meter = halves, row_meter
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
             raise ProbeError(f"{call}(): the scope is detached; call attach() again to measure.")
 
+    def _fresh_halves(self) -> dict[str, Halves]:
+        return {policy: Halves(first_half()) for policy in self._layout.policies}
+
     def _fresh_sums(self) -> dict[str, SlotAccumulators]:
         return {
             name: SlotAccumulators(
-                policy, Cells(policy.slots, len(self.slots), max(1, len(self.labels))), self._reduction
+                policy,
+                Cells(policy.slots, len(self.slots), max(1, len(self.labels))),
+                self._processes.reduction,
             )
             for name, policy in self._layout.policies.items()
         }

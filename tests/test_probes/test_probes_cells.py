@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gradscope import probes
-from gradscope.probes.cells import Cells, Halves, cell_code
+from gradscope.probes.cells import Cells, cell_code
+from gradscope.probes.halves import Halves
 from gradscope.probes.rows import UNTAGGED, RowBatch
 
 LABELS = ("right", "wrong")
