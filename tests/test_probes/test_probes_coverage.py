@@ -40,8 +40,8 @@ def test_kinds_of_lora(nano, settings):
 def gpt2():
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=19, n_positions=64, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0,
+        vocab_size=19, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).double()
 
