@@ -9,6 +9,7 @@ from torch import nn
 
 from gradscope.errors import ProbeError, nearest
 from gradscope.probes.covering import find_targets
+from gradscope.probes.evidence.settings import Evidence
 from gradscope.probes.refusals import refuse_models
 from gradscope.probes.routing import route_slots
 from gradscope.probes.scope import Scope
@@ -23,6 +24,7 @@ def attach(
     *,
     mode: Mode = "auto",
     labels: Sequence[str] = (),
+    evidence: Evidence | None = None,
 ) -> Scope:
     """Returns a scope that measures each slot's gradient in the model's own backward passes.
 
@@ -41,6 +43,7 @@ def attach(
             cover, exact in updates whose micro-batches hold one slot each.
         labels: Second labels that rows may carry beside their slot (right or wrong, sign of the advantage,
             turn); slots x labels are at most 32.
+        evidence: How often modules and single rows are looked at.
 
     Raises:
         ProbeError: The model is probed already, has nothing trainable or nothing that can be covered, or a
@@ -57,7 +60,7 @@ def attach(
     routing = route_slots(model, slots, policies)
     layout = find_targets(model, routing, mode)
     _warn_of_gaps(layout)
-    return Scope(model, slots, layout, labels=labels)
+    return Scope(model, slots, layout, labels=labels, evidence=evidence)
 
 
 def _warn_of_gaps(layout: Layout) -> None:

@@ -160,7 +160,8 @@ def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.d
     order = None if plan.order is None else torch.tensor(plan.order, device=device)
     padding = plan.padded
     filled = None if padding is None else ~torch.tensor(padding, device=device).unsqueeze(1)
-    covers = len(lengths) == 1 and (plan.order is None or plan.bounds[-1][1] == len(plan.order))
+    num_ordered = len(place_N if plan.order is None else plan.order)
+    covers = len(lengths) == 1 and plan.bounds[-1][1] == num_ordered
     return Cut(
         bounds=tuple(plan.bounds),
         places=tuple(plan.places),
