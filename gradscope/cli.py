@@ -35,6 +35,7 @@ COMMANDS = {
     "inspect": "Show what a run holds: steps, gaps, segments, sizes, provenance, damage.",
     "figures": "Draw the mechanism figures of one or several runs.",
     "import": "Make a run file of the log of another tool.",
+    "export": "Write a run's numbers for another tool.",
     "list": "List presets or plug-ins.",
     "doctor": "Check this installation and what it can do here.",
 }

@@ -16,6 +16,7 @@ REGISTRIES = {
     "detectors": "gradscope.detectors:DETECTORS",
     "figures": "gradscope.figures:FIGURES",
     "importers": "gradscope.importers:IMPORTERS",
+    "exporters": "gradscope.exporters:EXPORTERS",
     "dialects": "gradscope.importers.dialects:DIALECTS",
 }
 

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 from gradscope.errors import DataError
+from gradscope.exporters.parquet import METADATA
 from gradscope.importers.columns import rows_of
 from gradscope.importers.log import ForeignLog, Settings, existing
-
-METADATA = b"gradscope"
-"""Key under which our own exports say which slot has which role and policy."""
 
 
 class Importer:

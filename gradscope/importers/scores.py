@@ -61,7 +61,10 @@ def scores_of(segment: Segment, read: Reader, *, num_total: int | None, source: 
         found = [entry for entry in of_row(0, row, read) if entry.meaning.is_evaluation]
         for (dataset, sampling), own in _by_setting(found).items():
             score = Score(int(row.counter), dataset, sampling == "greedy")
+            has_counts = any(entry.metric == "num_correct" for entry in own)
             for entry in own:
+                if has_counts and entry.metric == "eval_accuracy":
+                    continue
                 if entry.metric != "eval_accuracy":
                     _put(score, entry)
                 elif num_total is None:

@@ -28,6 +28,7 @@ def dialect() -> Dialect:
     evaluation = "eval/(?P<dataset>.+)/(?P<sampling>greedy|sampled)"
     for name in ("num_correct", "num_total", "temperature"):
         rules[f"{evaluation}/{name}"] = name
+    rules[f"{evaluation}/accuracy"] = "eval_accuracy"
     for name in ("role_accuracy", "role_tokens_mean"):
         rules[f"{evaluation}/(?P<role>.+)/{name}"] = name
     return Dialect(rules=rules)
