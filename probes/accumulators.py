@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,31 @@ class Block:
 
     sums: torch.Tensor
     names: tuple[str, ...]
+
+
+class Span(NamedTuple):
+    """The sums of one layer's parameters; a named tuple, since one is looked at for each layer and pass.
+
+    Attributes:
+        parts: Those of each parameter, `[C, *shape]`.
+        whole: All of them beside each other, `[C, n]`; None where they do not lie side by side.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    whole: torch.Tensor | None
+
+
+def _span(parts: Sequence[torch.Tensor]) -> Span:
+    first, start = parts[0], parts[0].storage_offset()
+    stop = start
+    for part in parts:
+        if (
+            part.storage_offset() != stop
+            or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
+            return Span(tuple(parts), None)
+        stop += part[0].numel()
+    return Span(tuple(parts), first.as_strided((len(first), stop - start), (first.stride(0), 1), start))
 
 
 @dataclass(frozen=True)
@@ -103,6 +129,7 @@ class SlotAccumulators:
         self._local: list[Block] | None = None
         self._stacked: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._spans: dict[tuple[int, ...], Span] = {}
 
     def stacked(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns the sums `[C, *shape]` of a parameter, to be added to."""
@@ -127,20 +154,20 @@ class SlotAccumulators:
         left_out = (name for name, p in self.policy.covered.items() if id(p) in self.left_out)
         return (*self.policy.uncovered, *left_out)
 
-    def is_fresh(self, parameter: nn.Parameter) -> bool:
-        """Whether nothing arrived for a parameter since the last reset: its sums may be overwritten."""
-        return self.closed or id(parameter) not in self.seen
+    def receive(self, parameters: Sequence[nn.Parameter]) -> tuple[Span, bool]:
+        """Opens the sums of one layer's parameters for what arrives.
 
-    def span(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-        """Returns the sums of parameters as one `[C, n]` where they lie side by side in this order."""
-        views = [self._stacked[id(parameter)] for parameter in parameters]
-        first, start = views[0], views[0].storage_offset()
-        stop = start
-        for view in views:
-            if view.storage_offset() != stop or view.untyped_storage() is not first.untyped_storage():
-                return None
-            stop += view[0].numel()
-        return first.as_strided((len(first), stop - start), (first.stride(0), 1), start)
+        Returns:
+            The sums, and whether nothing arrived for any of them since the last reset: they may be overwritten.
+        """
+        if self.closed or not self._blocks:
+            self._open()
+        key = tuple([id(parameter) for parameter in parameters])
+        fresh = self.seen.isdisjoint(key)
+        self.seen.update(key)
+        if key not in self._spans:
+            self._spans[key] = _span([self._stacked[place] for place in key])
+        return self._spans[key], fresh
 
     def halve(self) -> None:
         """Divides the cells by halves of the problems; what is there goes to the first half."""
@@ -280,6 +307,7 @@ class SlotAccumulators:
     def _allocate(self) -> None:
         if self._blocks:
             return
+        self._spans.clear()
         num_cells = len(self.cells)
         groups: dict[tuple[torch.device, torch.dtype], dict[str, nn.Parameter]] = {}
         for name, parameter in self.policy.covered.items():

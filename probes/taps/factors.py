@@ -1,6 +1,8 @@
 """Weight gradients as products of two factors, cell by cell, straight into the sums.
 
-The gradient of y = x W^T is dW = sum_t dy_t x_t^T over tokens t; the tokens of a cell give its part.
+The gradient of y = x W^T is dW = sum_t dy_t x_t^T over tokens t; the tokens of a cell give its part. On an
+accelerator these lines cost more than the products they start, so they are few: one product and one view a
+factor, and no work that a micro-batch or an update could do once.
 
 Legend: T tokens, B blocks of tokens (`gradscope.probes.taps.blocks`), L tokens of a block, C cells,
 O outputs, I inputs, P numbers of all parameters of the layer.
@@ -9,20 +11,19 @@ O outputs, I inputs, P numbers of all parameters of the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.accumulators import SlotAccumulators, Span
 from gradscope.probes.taps.blocks import BLOCK_NUMBERS, GPU_BLOCK_NUMBERS, Cut
 
 TENSOR_CORE_TYPES = (torch.bfloat16, torch.float16)
 """Types whose products an accelerator adds up, and hands out, in float32."""
 
 
-@dataclass(frozen=True)
-class Factors:
+class Factors(NamedTuple):
     """One parameter's gradient: `left^T right`, `[O, I]`, or for a bias the sum of `left` over tokens, `[O]`.
 
     Attributes:
@@ -58,36 +59,33 @@ def add_factors(
     Returns:
         The sum over blocks of each parameter's gradient, in the type of the sums; None without `totals`.
     """
-    gathered = [_gather(factors, cut, tokens) for factors in layer]
+    span, fresh = into.receive([factors.parameter for factors in layer])
+    if cut.order is not None:
+        layer = [_gather(factors, cut, tokens) for factors in layer]
+    if cut.repeats == 1 and fresh and (span.whole is not None or not totals):
+        for factors, sum_C in zip(layer, span.parts, strict=True):
+            _multiply_blocks(factors, cut, tokens, sum_C)
+        return _split(span.whole.sum(0), layer) if totals and span.whole is not None else None
+    on_cpu = span.parts[0].device.type == "cpu"
     numbers = sum(factors.parameter.numel() for factors in layer)
-    fresh = all(into.is_fresh(factors.parameter) for factors in layer)
-    sums = [into.stacked(factors.parameter) for factors in layer]
-    whole = into.span([factors.parameter for factors in layer])
-    if cut.repeats == 1 and fresh and (whole is not None or not totals):
-        _multiply_blocks(gathered, cut, tokens, sums)
-        return _split(whole.sum(0), layer) if totals and whole is not None else None
-    limit = BLOCK_NUMBERS if whole is None or whole.device.type == "cpu" else GPU_BLOCK_NUMBERS
-    if len(cut.bounds) * numbers > limit:
-        return _one_by_one(gathered, cut, tokens, sums, totals=totals)
-    parts = sums[0].new_empty(len(cut.bounds), numbers)
-    sizes = [factors.parameter.numel() for factors in layer]
-    views = [
-        columns.view(len(parts), *factors.parameter.shape)
-        for columns, factors in zip(parts.split(sizes, dim=1), layer, strict=True)
-    ]
-    _multiply_blocks(gathered, cut, tokens, views)
-    if whole is not None:
-        _reduce(parts, cut, whole, fresh=fresh)
-    else:
-        for view, sum_C in zip(views, sums, strict=True):
+    if len(cut.places) * numbers > (BLOCK_NUMBERS if on_cpu else GPU_BLOCK_NUMBERS):
+        return _one_by_one(layer, cut, tokens, span, totals=totals)
+    parts = span.parts[0].new_empty(len(cut.places), numbers)
+    start = 0
+    for factors, sum_C in zip(layer, span.parts, strict=True):
+        stop = start + factors.parameter.numel()
+        view = parts[:, start:stop].view(len(parts), *factors.parameter.shape)
+        _multiply_blocks(factors, cut, tokens, view)
+        if span.whole is None:
             _reduce(view, cut, sum_C, fresh=fresh)
+        start = stop
+    if span.whole is not None:
+        _reduce(parts, cut, span.whole, fresh=fresh)
     return _split(parts.sum(0), layer) if totals else None
 
 
 def _gather(factors: Factors, cut: Cut, tokens: int) -> Factors:
     """Returns the factors with rows in the order of the blocks; padding is zero in the narrower one."""
-    if cut.order is None:
-        return factors
     left, right = _ordered(factors.left, cut, tokens), factors.right
     if right is not None:
         right = _ordered(right, cut, tokens)
@@ -109,15 +107,14 @@ def _masked(x_TF: torch.Tensor, filled_N1: torch.Tensor, tokens: int) -> torch.T
     return rows.masked_fill(~filled_N1, 0.0).view_as(x_TF)
 
 
-def _multiply_blocks(layer: Sequence[Factors], cut: Cut, tokens: int, into: Sequence[torch.Tensor]) -> None:
-    """Writes the product of each block, `[B, *shape]` for each parameter."""
-    for factors, out_B in zip(layer, into, strict=True):
-        if cut.rows:
-            _multiply(factors, cut.rows * tokens, out_B)
-            continue
-        for index, (start, stop) in enumerate(cut.bounds):
-            length = (stop - start) * tokens
-            _multiply(_slice(factors, start * tokens, length), length, out_B[index : index + 1])
+def _multiply_blocks(factors: Factors, cut: Cut, tokens: int, out_B: torch.Tensor) -> None:
+    """Writes the product of each block, `[B, *shape]`."""
+    if cut.rows:
+        _multiply(factors, cut.rows * tokens, out_B)
+        return
+    for index, (start, stop) in enumerate(cut.bounds):
+        length = (stop - start) * tokens
+        _multiply(_slice(factors, start * tokens, length), length, out_B[index : index + 1])
 
 
 def _slice(factors: Factors, start: int, length: int) -> Factors:
@@ -126,27 +123,25 @@ def _slice(factors: Factors, start: int, length: int) -> Factors:
 
 
 def _multiply(factors: Factors, length: int, out_B: torch.Tensor) -> None:
-    left, right, blocks = factors.left, factors.right, len(out_B)
-    left_BLO = left.reshape(blocks, length, left.shape[1])
+    """Writes left^T right of blocks of `length` tokens, in the type of `out_B`."""
+    _, left, right = factors
     if right is None:
-        torch.sum(left_BLO, 1, dtype=out_B.dtype, out=out_B)
-    else:
-        _bmm(left_BLO, right.reshape(blocks, length, right.shape[1]), out_B)
-
-
-def _bmm(left_BLO: torch.Tensor, right_BLI: torch.Tensor, out_BOI: torch.Tensor) -> None:
-    """Writes left^T right in the type of `out_BOI`, of which float32 is exact for the coarser types."""
-    if left_BLO.dtype != out_BOI.dtype or right_BLI.dtype != out_BOI.dtype:
-        same = left_BLO.dtype == right_BLI.dtype
-        if out_BOI.is_cuda and same and left_BLO.dtype in TENSOR_CORE_TYPES:
-            torch.bmm(left_BLO.transpose(1, 2), right_BLI, out_dtype=out_BOI.dtype, out=out_BOI)
+        torch.sum(left.reshape(-1, length, left.shape[1]), 1, dtype=out_B.dtype, out=out_B)
+        return
+    num_outputs, num_inputs, dtype = left.shape[1], right.shape[1], out_B.dtype
+    on_cpu = not out_B.is_cuda
+    if left.dtype != dtype or right.dtype != dtype:
+        if not on_cpu and left.dtype == right.dtype and left.dtype in TENSOR_CORE_TYPES:
+            left_BOL = left.reshape(-1, length, num_outputs).transpose(1, 2)
+            torch.bmm(left_BOL, right.reshape(-1, length, num_inputs), out_dtype=dtype, out=out_B)
             return
-        left_BLO, right_BLI = left_BLO.to(out_BOI.dtype), right_BLI.to(out_BOI.dtype)
-    if out_BOI.device.type == "cpu" and left_BLO.shape[2] > right_BLI.shape[2]:
+        left, right = left.to(dtype), right.to(dtype)
+    left_BLO, right_BLI = left.reshape(-1, length, num_outputs), right.reshape(-1, length, num_inputs)
+    if on_cpu and num_outputs > num_inputs:
         # A product with few rows and many columns runs 1.5 times as fast on a CPU as one the other way.
-        out_BOI.copy_(torch.bmm(right_BLI.transpose(1, 2), left_BLO).transpose(1, 2))
+        out_B.copy_(torch.bmm(right_BLI.transpose(1, 2), left_BLO).transpose(1, 2))
     else:
-        torch.bmm(left_BLO.transpose(1, 2), right_BLI, out=out_BOI)
+        torch.bmm(left_BLO.transpose(1, 2), right_BLI, out=out_B)
 
 
 def _reduce(parts_B: torch.Tensor, cut: Cut, sums_C: torch.Tensor, *, fresh: bool) -> None:
@@ -165,23 +160,26 @@ def _reduce(parts_B: torch.Tensor, cut: Cut, sums_C: torch.Tensor, *, fresh: boo
 
 
 def _one_by_one(
-    layer: Sequence[Factors], cut: Cut, tokens: int, sums: Sequence[torch.Tensor], *, totals: bool
+    layer: Sequence[Factors], cut: Cut, tokens: int, span: Span, *, totals: bool
 ) -> list[torch.Tensor] | None:
     """Block after block, for weights so large that the blocks would not fit beside the sums."""
-    found = [torch.zeros_like(sum_C[0]) for sum_C in sums] if totals else None
-    for index, (factors, sum_C) in enumerate(zip(layer, sums, strict=True)):
-        part = torch.empty_like(sum_C[:1])
+    found = []
+    for factors, sum_C in zip(layer, span.parts, strict=True):
+        part, added = torch.empty_like(sum_C[:1]), torch.zeros_like(sum_C[0])
         for place, (start, stop) in zip(cut.places, cut.bounds, strict=True):
             length = (stop - start) * tokens
             _multiply(_slice(factors, start * tokens, length), length, part)
             sum_C[place].add_(part[0])
-            if found is not None:
-                found[index].add_(part[0])
-    return found
+            if totals:
+                added.add_(part[0])
+        found.append(added)
+    return found if totals else None
 
 
 def _split(total_P: torch.Tensor, layer: Sequence[Factors]) -> list[torch.Tensor]:
-    sizes = [factors.parameter.numel() for factors in layer]
-    return [
-        part.view(factors.parameter.shape) for part, factors in zip(total_P.split(sizes), layer, strict=True)
-    ]
+    found, start = [], 0
+    for parameter, _, _ in layer:
+        stop = start + parameter.numel()
+        found.append(total_P[start:stop].view(parameter.shape))
+        start = stop
+    return found
