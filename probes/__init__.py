@@ -14,8 +14,9 @@ see a violation, since the rows still add up; `Scope.verify` can.
 
 from gradscope.errors import ProbeError
 from gradscope.probes.attaching import attach
+from gradscope.probes.attribution import Attribution
 from gradscope.probes.evidence import Evidence
 from gradscope.probes.scope import Scope
 from gradscope.probes.verify import Verification
 
-__all__ = ["Evidence", "ProbeError", "Scope", "Verification", "attach"]
+__all__ = ["Attribution", "Evidence", "ProbeError", "Scope", "Verification", "attach"]

@@ -18,6 +18,7 @@ from torch import nn
 
 from gradscope.probes.cells import Cells
 from gradscope.probes.reduction import Reduction
+from gradscope.probes.scaling import Scales
 from gradscope.probes.segments import Segment, segments_of
 from gradscope.probes.targets import Policy
 
@@ -120,6 +121,7 @@ class SlotAccumulators:
         self.cells = cells
         self.reduction = reduction
         self.closed = False
+        self._gradient_scale = 1.0
         self._dtypes: set[torch.dtype] = set()
         self.eps = max(torch.finfo(parameter.dtype).eps for parameter in policy.covered.values())
         self.left_out: set[int] = set()
@@ -197,6 +199,13 @@ class SlotAccumulators:
         cells = self.cells.of_slot(slot)
         return {name: self._stacked[id(p)][cells].sum(0) for name, p in self.policy.covered.items()}
 
+    def rescale(self, scales: Scales) -> None:
+        """Brings the sums to the units of the unscaled loss, and `.grad` too wherever it is read here."""
+        self._gradient_scale = scales.gradients
+        if scales.sums != 1:
+            for block in self._blocks:
+                block.sums.mul_(scales.sums)
+
     def close(self) -> None:
         """Keeps the sums as they are until something arrives or `reset`."""
         self.closed = True
@@ -247,7 +256,7 @@ class SlotAccumulators:
         return Summary(
             cells=self.cells,
             cell_gram=(gram + gram.T) / 2,
-            grad_norm=math.sqrt(covered_square + rest_square),
+            grad_norm=math.sqrt(covered_square + rest_square * self._gradient_scale**2),
             covered_norm=math.sqrt(covered_square),
             gap=math.sqrt(gap_square),
         )
@@ -327,7 +336,7 @@ class SlotAccumulators:
         result = torch.zeros(num_cells * num_cells + 2, device=block.sums.device, dtype=torch.float64)
         for segment in self.segments(block, num_rows=num_cells + 2):
             sums = block.sums[:, segment.start : segment.stop].double()
-            gradient = segment.gather(self._gradient, self.reduction)
+            gradient = segment.gather(self._gradient, self.reduction) * self._gradient_scale
             gap = sums.sum(0) - gradient
             result[:-2] += (sums @ sums.T).flatten()
             result[-2] += gap @ gap

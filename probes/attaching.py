@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from gradscope.errors import ProbeError, nearest
+from gradscope.probes.attribution import Attribution
 from gradscope.probes.covering import find_targets
 from gradscope.probes.evidence.settings import Evidence
 from gradscope.probes.refusals import refuse_models
@@ -24,6 +25,7 @@ def attach(
     *,
     mode: Mode = "auto",
     labels: Sequence[str] = (),
+    attribution: Attribution | None = None,
     evidence: Evidence | None = None,
 ) -> Scope:
     """Returns a scope that measures each slot's gradient in the model's own backward passes.
@@ -43,6 +45,7 @@ def attach(
             cover, exact in updates whose micro-batches hold one slot each.
         labels: Second labels that rows may carry beside their slot (right or wrong, sign of the advantage,
             turn); slots x labels are at most 32.
+        attribution: How applied changes are attributed; by role and exact when not given.
         evidence: How often modules and single rows are looked at.
 
     Raises:
@@ -60,7 +63,7 @@ def attach(
     routing = route_slots(model, slots, policies)
     layout = find_targets(model, routing, mode)
     _warn_of_gaps(layout)
-    return Scope(model, slots, layout, labels=labels, evidence=evidence)
+    return Scope(model, slots, layout, labels=labels, attribution=attribution, evidence=evidence)
 
 
 def _warn_of_gaps(layout: Layout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,16 +13,20 @@ from torch import nn
 from gradscope.errors import ProbeError, nearest
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.agreement import Agreed, agree, standing_of
+from gradscope.probes.attribution import Attribution
+from gradscope.probes.attribution.attributor import Attributor, Pending
+from gradscope.probes.attribution.rules import underlying
 from gradscope.probes.cells import Cells, check_labels
 from gradscope.probes.checkpointing import bind_checkpointing
+from gradscope.probes.distributed import Processes
 from gradscope.probes.evidence.gathering import Gathering
 from gradscope.probes.evidence.settings import Evidence
-from gradscope.probes.distributed import Processes
 from gradscope.probes.halves import Halves, first_half
 from gradscope.probes.record import check_policy_without_rows, make_record
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.row_input import read_rows
 from gradscope.probes.rows import RowBatch
+from gradscope.probes.scaling import Scales, read_scales
 from gradscope.probes.taps.capture import Collector
 from gradscope.probes.taps.placing import place
 from gradscope.probes.taps.pure import check_one_slot
@@ -52,6 +57,7 @@ class Scope:
         layout: Layout,
         *,
         labels: Sequence[str] = (),
+        attribution: Attribution | None = None,
         evidence: Evidence | None = None,
     ) -> None:
         self.model = model
@@ -73,6 +79,10 @@ class Scope:
         self._collector.row_meter = self._gathering.row_meter
         self._handles = [*place(model, layout, self._collector), self._processes]
         self._undo_checkpointing = bind_checkpointing(self._collector)
+        settings = attribution or Attribution()
+        self._attributor = (
+            Attributor(self.slots, self._collector.sums, settings) if settings.enabled else None
+        )
 
     @property
     def attached(self) -> bool:
@@ -88,6 +98,11 @@ class Scope:
     def waiting(self) -> tuple[str, ...]:
         """Policies with rows since their last `step`; the others have no update to measure."""
         return tuple(policy for policy, batches in self._waiting.items() if batches)
+
+    @property
+    def attribution_reasons(self) -> dict[str, str]:
+        """Policy -> why its last update could not be attributed; without those where it could."""
+        return {} if self._attributor is None else dict(self._attributor.reasons)
 
     @contextmanager
     def rows(
@@ -149,7 +164,11 @@ class Scope:
             if self._collector.row_meter is not None:
                 self._gathering.begin(batch, problems)
             for name, sums in self._collector.sums.items():
-                if batch.halved and not batch.slots.isdisjoint(self._layout.policies[name].slots):
+                if batch.slots.isdisjoint(self._layout.policies[name].slots):
+                    continue
+                if sums.closed:
+                    self._forget(name)
+                if batch.halved:
                     sums.halve()
         self._collector.batch = batch
         try:
@@ -161,10 +180,18 @@ class Scope:
             if not batch.slots.isdisjoint(policy.slots):
                 self._waiting[name].append(batch)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> UpdateRecord | list[UpdateRecord]:
+    def step(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+    ) -> UpdateRecord | list[UpdateRecord]:
         """Returns the record of the update that `optimizer` is about to make, and starts the next.
 
-        Call it after the last backward of the update, before clipping, unscaling and `optimizer.step()`.
+        Call it after the last backward of the update, before clipping and `optimizer.step()`. What was
+        applied fills in while the optimizer steps.
+
+        Args:
+            optimizer: The optimizer that will step.
+            scaler: The loss scaler, where there is one; all numbers are then in units of the unscaled loss,
+                whether its `unscale_` was called already or not.
 
         Returns:
             One record; a list, one for each policy that had rows, when the optimizer drives several policies.
@@ -175,12 +202,14 @@ class Scope:
                 and weights are untouched, and training can go on without it.
         """
         self._require_attached("step")
+        optimizer = underlying(optimizer)
         try:
             reduction, sums = self._processes.find_reduction(), self._collector.sums
             self._use(reduction)
         except ProbeError:
             self.detach()
             raise
+        self._make_room(optimizer)
         standing = standing_of(
             optimizer, self._layout, sums, self._waiting, self._halves, self._collector.failure
         )
@@ -190,7 +219,8 @@ class Scope:
             for name in agreed if ready else ():
                 if name not in ready:
                     check_policy_without_rows(self._collector.sums[name])
-            records = [self._close(name, optimizer, agreed[name]) for name in ready]
+            scales = read_scales(scaler, optimizer) if ready else Scales()
+            updates = [self._close(name, optimizer, agreed[name], scales) for name in ready]
         except ProbeError:
             self.detach()
             raise
@@ -199,6 +229,9 @@ class Scope:
                 f"step(): no rows of policy {', '.join(agreed)} since its last step; run the forward pass "
                 "inside `with scope.rows(...)`."
             )
+        if self._attributor is not None:
+            self._attributor.expect(optimizer, updates)
+        records = [update.record for update in updates]
         return records if len(agreed) > 1 else records[0]
 
     def slot_gradients(self, slot: str) -> dict[str, torch.Tensor]:
@@ -266,6 +299,8 @@ class Scope:
             handle.remove()
         self._handles.clear()
         self._undo_checkpointing()
+        if self._attributor is not None:
+            self._attributor.close()
         self._collector.sums.clear()
         for batches in self._waiting.values():
             batches.clear()
@@ -293,8 +328,11 @@ class Scope:
             sums.reduction = reduction
             sums.eps = max(sums.eps, reduction.eps)
 
-    def _close(self, policy: str, optimizer: torch.optim.Optimizer, agreed: Agreed) -> UpdateRecord:
+    def _close(
+        self, policy: str, optimizer: torch.optim.Optimizer, agreed: Agreed, scales: Scales
+    ) -> Pending:
         sums = self._collector.sums[policy]
+        sums.rescale(scales)
         record, summary = make_record(
             sums,
             self._waiting[policy],
@@ -313,8 +351,23 @@ class Scope:
         self._waiting[policy] = []
         self._halves[policy].clear()
         self._collector.arrivals.clear()
-        sums.reset()
-        return record
+        if scales.sums != 1 and not math.isfinite(summary.grad_norm):
+            record.scalars["skipped"] = 1.0  # the scaler will leave the step out
+        sums.close()
+        return Pending(record, sums, summary.finite_norm)
+
+    def _make_room(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forgets the updates before this one of the policies that an optimizer drives."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, sums in self._collector.sums.items():
+            if sums.closed and any(id(parameter) in held for parameter in sums.policy.covered.values()):
+                self._forget(name)
+
+    def _forget(self, policy: str) -> None:
+        """Makes room for the next update; what the optimizer has not done by now is not attributed."""
+        if self._attributor is not None:
+            self._attributor.abandon(policy)
+        self._collector.sums[policy].reset()
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

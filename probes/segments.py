@@ -47,7 +47,12 @@ class Segment:
 
 
 def segments_of(
-    parameters: Sequence[nn.Parameter], sizes: Sequence[int], *, num_rows: int, device: torch.device
+    parameters: Sequence[nn.Parameter],
+    sizes: Sequence[int],
+    *,
+    num_rows: int,
+    device: torch.device,
+    start: int = 0,
 ) -> list[Segment]:
     """Returns segments that cover all columns.
 
@@ -56,14 +61,17 @@ def segments_of(
         sizes: Numbers of each.
         num_rows: Rows that are looked at together.
         device: Where they lie.
+        start: Column of the first.
     """
     limit = max(1, (CPU_NUMBERS if device.type == "cpu" else DEVICE_NUMBERS) // num_rows)
-    return list(_segments(parameters, sizes, limit))
+    return list(_segments(parameters, sizes, limit, start))
 
 
-def _segments(parameters: Sequence[nn.Parameter], sizes: Sequence[int], limit: int) -> Iterator[Segment]:
+def _segments(
+    parameters: Sequence[nn.Parameter], sizes: Sequence[int], limit: int, start: int
+) -> Iterator[Segment]:
     waiting: list[nn.Parameter] = []
-    start = stop = 0
+    stop = start
     for parameter, size in zip(parameters, sizes, strict=True):
         if waiting and stop - start + size > limit:
             yield Segment(tuple(waiting), start, stop)

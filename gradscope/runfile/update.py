@@ -36,6 +36,9 @@ class UpdateRecord:
         update_gram: Products of the applied contributions, `[C, C]`; contributors are roles, decay, carried.
         effect: First-order effect of a contributor on a role's loss, `[R, C]`.
         attribution_residual: Relative gap between the sum of contributions and the applied change.
+        attribution_reason: Why the change could not be attributed; None where it was, or is not yet.
+        slot_update_gram: As `update_gram` by slots, `[K + 2, K + 2]`, where momenta are kept by slot.
+        slot_effect: As `effect` by slots, `[K, K + 2]`.
         labels: The second labels of rows, in the order of every L axis; empty when none are declared.
         label_gram: Inner products of the gradients of slots x labels, `[K, L, K, L]`.
         modules: The update module by module, where that was looked at.
@@ -52,6 +55,9 @@ class UpdateRecord:
     update_gram: Array | None = None
     effect: Array | None = None
     attribution_residual: float | None = None
+    attribution_reason: str | None = None
+    slot_update_gram: Array | None = None
+    slot_effect: Array | None = None
     labels: tuple[str, ...] = ()
     label_gram: Array | None = None
     modules: ModuleEvidence | None = None

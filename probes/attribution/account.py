@@ -1,0 +1,280 @@
+"""The account of one optimizer step for one policy: taken before the step, settled after it.
+
+Legend: C cells, A parts, M = A + 2 contributors, n numbers of one segment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.attribution.ledger import Columns, Ledger
+from gradscope.probes.attribution.rules import Move, Rule, groups_of
+from gradscope.probes.segments import Segment, segments_of
+
+Array = NDArray[np.float64]
+
+
+CANCELLATION = 1e-12
+"""Squared relative norm below which a difference of squares in double precision says nothing."""
+
+Key = tuple[int, int]
+"""Number of the optimizer's group, and the age of the parameter (`Rule.ages`)."""
+TensorOf = Callable[[nn.Parameter], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A segment whose parameters belong to one group of the optimizer and have one age.
+
+    Attributes:
+        columns: Buffers of its block.
+        sums: Sums of the block, `[C, P]`; None where no gradient was announced.
+        segment: Which columns of them.
+        key: Group and age.
+    """
+
+    columns: Columns
+    sums: torch.Tensor | None
+    segment: Segment
+    key: Key
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step came to.
+
+    Attributes:
+        products: Inner products of the contributions, `[M, M]`.
+        effects: Inner products of the parts' gradients with them, `[A, M]`.
+        change_norm: Norm of the applied change.
+        gap: Norm of (sum of the contributions - applied change).
+        factor: The factor by which the gradient had been scaled since `step`.
+        foreign: Relative norm of what else had been done to it.
+        drift: Relative norm of what the optimizer's momentum has beyond the parts'.
+        dot_previous: Products of the cells' gradients with the change before this one, `[C]`; NaN where it is
+            not known.
+        dot_mean: Products with the optimizer's running mean of gradients before the step, `[C]`; NaN where it
+            has none.
+    """
+
+    products: Array
+    effects: Array
+    change_norm: float
+    gap: float
+    factor: float
+    foreign: float
+    drift: float
+    dot_previous: Array
+    dot_mean: Array
+
+    @property
+    def residual(self) -> float:
+        """`gap` relative to the change; 0 where both are 0."""
+        if self.change_norm == 0:
+            return 0.0 if self.gap == 0 else math.inf
+        return self.gap / self.change_norm
+
+
+class Account:
+    """One step of an optimizer on the parameters of a policy.
+
+    Args:
+        ledger: Momenta of the policy's parts.
+        sums: Its sums.
+        rule: How the optimizer moves parameters.
+        optimizer: About to step.
+        reference_norm: Norm that rounding in the sums is judged against.
+        announced: Whether the sums are those of this step; else its gradient must be 0.
+        usable: Whether they tell all about the gradient.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        sums: SlotAccumulators,
+        rule: Rule,
+        optimizer: torch.optim.Optimizer,
+        *,
+        reference_norm: float,
+        announced: bool,
+        usable: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.sums = sums
+        self.rule = rule
+        self.optimizer = optimizer
+        self._reduction = sums.reduction
+        self._moves: dict[Key, Move] = {}
+        self._stretches = list(self._cut(announced=announced))
+        if not ledger.synced:
+            self.resync()
+        self._before = self._look(ledger.previous_square)
+        self._factor, self._foreign_square = self._compare(reference_norm, usable=usable)
+        ledger.keep_parameters(self._reduction)
+
+    def settle(self) -> Result:
+        """Moves the momenta and returns what the step came to; call it after the step."""
+        num_parts, ledger = self.ledger.num_parts, self.ledger
+        size = 2 * num_parts + 4
+        after = self._add([self._move(stretch) for stretch in self._stretches], size * size + 2)
+        # One copy to the host for each of the two.
+        *squares, drift_square, momentum_square = after.cpu().numpy()
+        *dots, factor, foreign_square = (
+            torch.cat([self._before[3:], torch.stack([self._factor, self._foreign_square])]).cpu().numpy()
+        )
+        products = np.reshape(squares, (size, size))
+        previous_square, ledger.previous_square = ledger.previous_square, float(products[-2, -2])
+        ledger.fade(max((move.retain for move in self._moves.values()), default=1.0))
+        mine = slice(num_parts, -2)
+        return Result(
+            products=products[mine, mine].copy(),
+            effects=products[:num_parts, mine].copy(),
+            change_norm=math.sqrt(products[-2, -2]),
+            gap=math.sqrt(products[-1, -1]),
+            factor=float(factor),
+            foreign=math.sqrt(foreign_square),
+            drift=math.sqrt(drift_square / momentum_square) if momentum_square else 0.0,
+            **self._read_dots(np.asarray(dots), previous_square),
+        )
+
+    def _read_dots(self, dots: Array, previous_square: float) -> dict[str, Array]:
+        """Returns the products with earlier changes by name; NaN where the parameters moved otherwise."""
+        change_square, mean_square, *products = dots
+        previous, mean = np.reshape(products, (-1, 2)).T
+        unmoved = math.isclose(change_square, previous_square, rel_tol=1e-6)
+        return {
+            "dot_previous": previous if unmoved else np.full_like(previous, np.nan),
+            "dot_mean": mean if mean_square > 0 else np.full_like(mean, np.nan),
+        }
+
+    def _add(self, numbers: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """Returns the sum of vectors that may lie on several devices, over all processes."""
+        by_device: dict[torch.device, torch.Tensor] = {}
+        for part in numbers:
+            by_device[part.device] = by_device[part.device] + part if part.device in by_device else part
+        first, *rest = by_device.values() or [torch.zeros(size, dtype=torch.float64)]
+        return self._reduction.add_up(sum((part.to(first.device) for part in rest), first))
+
+    def resync(self) -> None:
+        """Makes carried momentum of what the optimizer's has beyond the parts'."""
+        for stretch in self._stretches:
+            self.ledger.set_carried(stretch.columns, stretch.segment, self._momentum(stretch))
+        self.ledger.carried_weight = 1.0
+        self.ledger.synced = True
+
+    def _cut(self, *, announced: bool) -> Iterator[Stretch]:
+        """Yields the columns that the optimizer is about to move, in stretches."""
+        groups, states = groups_of(self.optimizer), self.optimizer.state
+        moved = [p for p in self.sums.policy.covered.values() if p in groups and p.grad is not None]
+        ages = self.rule.ages([states.get(p, {}) for p in moved])
+        keys = {p: (groups[p], age) for p, age in zip(moved, ages, strict=True)}
+        self._moves = {
+            key: self.rule.move(self.optimizer.param_groups[key[0]], key[1]) for key in set(keys.values())
+        }
+        num_rows = 4 * self.ledger.num_parts + len(self.sums.cells) + 8
+        blocks = self.sums.local_blocks() if announced else [None] * len(self.ledger.columns)
+        for block, columns in zip(blocks, self.ledger.columns, strict=True):
+            stop = 0
+            for key, run in groupby(
+                zip(columns.parameters, columns.sizes, strict=True), lambda item: keys.get(item[0])
+            ):
+                parameters, sizes = zip(*run, strict=True)
+                start, stop = stop, stop + sum(sizes)
+                if key is None:
+                    continue
+                for segment in segments_of(
+                    parameters, sizes, num_rows=num_rows, device=columns.before.device, start=start
+                ):
+                    yield Stretch(columns, None if block is None else block.sums, segment, key)
+
+    def _look(self, previous_square: float) -> torch.Tensor:
+        """Returns in one vector what is to be known of the gradient before the step.
+
+        |gradient|^2, <gradient, sums>, |sums|^2; |last change|^2, |running mean|^2; products `[C, 2]` of the
+        cells with the two.
+        """
+        parts = []
+        for stretch in self._stretches:
+            gradient = self._gather(stretch, lambda p: p.grad)
+            sums, segment = self._sums(stretch), stretch.segment
+            total = sums.sum(0)
+            change = torch.zeros_like(gradient)
+            if not math.isnan(previous_square):
+                change = stretch.columns.before[segment.start : segment.stop] - self._gather(
+                    stretch, lambda p: p
+                )
+            earlier = torch.stack([change, self._momentum(stretch) * self._moves[stretch.key].sign])
+            both = torch.stack([gradient, total])
+            parts.append(
+                torch.cat(
+                    [
+                        (both @ both.T).flatten()[[0, 1, 3]],
+                        earlier.square().sum(1),
+                        (sums @ earlier.T).flatten(),
+                    ]
+                )
+            )
+        return self._add(parts, 5 + 2 * len(self.sums.cells))
+
+    def _compare(self, reference_norm: float, *, usable: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the factor by which the gradient was scaled, and the squared relative norm of the rest.
+
+        The factor is 0 where something else was done to the gradient than scaling it.
+        """
+        gradient_square, product, total_square = self._before[:3]
+        factor = torch.where(total_square > 0, product / total_square, 1.0)
+        foreign_square = (gradient_square - factor * product).clamp(min=0.0)
+        allowed = max(self.sums.eps, CANCELLATION) * factor**2 * total_square.clamp(min=reference_norm**2)
+        scaled = foreign_square <= allowed
+        relative = torch.where(scaled, 0.0, foreign_square / gradient_square)
+        scale = getattr(self.optimizer, "grad_scale", None)  # set by a GradScaler for fused optimizers
+        if scale is not None:
+            factor = factor / scale.to(factor.device, factor.dtype)
+        return torch.where(scaled, factor, 0.0) * float(usable), relative
+
+    def _move(self, stretch: Stretch) -> torch.Tensor:
+        """Moves the momenta of a stretch.
+
+        Returns:
+            In one vector: products among gradients of the parts, contributions, change and gap
+            `[2A + 4, 2A + 4]`; |drift|^2 of the momentum, and |momentum|^2.
+        """
+        ledger, move, segment = self.ledger, self._moves[stretch.key], stretch.segment
+        membership = ledger.membership(self.sums, stretch.columns.before.device)
+        gradients = membership @ self._sums(stretch)
+        before = stretch.columns.before[segment.start : segment.stop].double()
+        scale = move.scale(lambda name: self._gather(stretch, self._state(name)))
+        changes, known = ledger.advance(
+            stretch.columns, segment, move, gradients * self._factor.to(gradients.device), before, scale
+        )
+        applied = before - self._gather(stretch, lambda p: p)
+        rows = torch.cat([gradients, changes, applied[None], (changes.sum(0) - applied)[None]])
+        momentum = self._momentum(stretch) if move.retain or move.admit else known
+        checks = torch.stack([momentum - known, momentum]).square().sum(1)
+        return torch.cat([(rows @ rows.T).flatten(), checks])
+
+    def _momentum(self, stretch: Stretch) -> torch.Tensor:
+        return self._gather(stretch, self._state(self.rule.momentum))
+
+    def _state(self, name: str) -> TensorOf:
+        states = self.optimizer.state
+        return lambda parameter: states.get(parameter, {}).get(name)
+
+    def _gather(self, stretch: Stretch, tensor_of: TensorOf) -> torch.Tensor:
+        return stretch.segment.gather(tensor_of, self._reduction)
+
+    def _sums(self, stretch: Stretch) -> torch.Tensor:
+        segment = stretch.segment
+        if stretch.sums is None:
+            size = segment.stop - segment.start
+            return stretch.columns.before.new_zeros(len(self.sums.cells), size, dtype=torch.float64)
+        return stretch.sums[:, segment.start : segment.stop].double()

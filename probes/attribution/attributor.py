@@ -1,0 +1,280 @@
+"""Follows optimizers through their step hooks and fills the attribution of records in.
+
+Legend: K slots, R roles of all policies, A parts (roles or slots) of one policy, M = R + 2 contributors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.hooks import RemovableHandle
+
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.attribution.account import Account, Result
+from gradscope.probes.attribution.ledger import Ledger
+from gradscope.probes.attribution.rules import Rule, find_rule, underlying
+from gradscope.probes.attribution.settings import Attribution
+from gradscope.runfile.update import UpdateRecord
+
+Array = NDArray[np.float64]
+
+
+@dataclass
+class Pending:
+    """An update that has its record and waits for the optimizer.
+
+    Attributes:
+        record: What is filled in.
+        sums: The closed sums of its policy.
+        reference_norm: Norm that rounding in them is judged against.
+    """
+
+    record: UpdateRecord
+    sums: SlotAccumulators
+    reference_norm: float
+
+
+@dataclass
+class Watched:
+    """What is known of an optimizer with our hooks on it, and the accounts of the step that it is in."""
+
+    rule: Rule
+    handles: tuple[RemovableHandle, ...]
+    accounts: dict[str, Account] = field(default_factory=dict)
+
+
+Hook = Callable[[torch.optim.Optimizer, Watched, bool], None]
+"""Takes an optimizer, what is known of it, and whether its step computes the gradient anew."""
+
+
+class Attributor:
+    """Keeps every policy's ledger.
+
+    Args:
+        slots: Slot -> role.
+        sums: Policy -> sums, as the scope has them now.
+        settings: How to attribute.
+
+    Attributes:
+        reasons: Policy -> why its last update has no attribution; absent where it has.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, str],
+        sums: Mapping[str, SlotAccumulators],
+        settings: Attribution,
+    ) -> None:
+        self.reasons: dict[str, str] = {}
+        self._slots = dict(slots)
+        self._roles = tuple(dict.fromkeys(slots.values()))
+        self._sums = sums
+        self._settings = settings
+        self._ledgers: dict[str, Ledger] = {}
+        self._pending: dict[str, Pending] = {}
+        self._watched: WeakKeyDictionary[torch.optim.Optimizer, Watched] = WeakKeyDictionary()
+
+    def expect(self, optimizer: torch.optim.Optimizer, updates: Sequence[Pending]) -> None:
+        """Waits for an optimizer that is about to make updates."""
+        optimizer = underlying(optimizer)
+        rule = find_rule(optimizer)
+        for update in updates:
+            name = update.record.policy
+            if isinstance(rule, str):
+                self._give_up(name, update.record, rule)
+            else:
+                self._pending[name] = update
+        if not isinstance(rule, str):
+            self._watch(optimizer, rule)
+
+    def abandon(self, policy: str) -> None:
+        """Gives the update that waits up: its optimizer did not step, or what it left is about to go."""
+        pending = self._pending.pop(policy, None)
+        if pending is not None:
+            pending.record.scalars.setdefault("skipped", 1.0)
+            self._give_up(policy, pending.record, "the optimizer did not step")
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns every tensor that is held."""
+        return [tensor for ledger in self._ledgers.values() for tensor in ledger.tensors()]
+
+    def close(self) -> None:
+        """Removes every hook and frees what is held."""
+        for watched in self._watched.values():
+            for handle in watched.handles:
+                handle.remove()
+        self._watched.clear()
+        self._pending.clear()
+        self._ledgers.clear()
+
+    def _watch(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+        if optimizer not in self._watched:
+            handles = (
+                optimizer.register_step_pre_hook(self._guarded(self._before)),
+                optimizer.register_step_post_hook(self._guarded(self._after)),
+            )
+            self._watched[optimizer] = Watched(rule, handles)
+
+    def _guarded(self, hook: Hook) -> Callable[..., None]:
+        """Returns a hook that never disturbs the optimizer: what fails is the reason for no attribution."""
+
+        def run(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = [*args[1:], *kwargs.values()]
+            try:
+                with torch.no_grad():
+                    hook(optimizer, self._watched[optimizer], any(map(callable, given)))
+            except Exception as error:
+                self._fail(optimizer, f"{type(error).__name__}: {error}")
+
+        return run
+
+    def _before(self, optimizer: torch.optim.Optimizer, watched: Watched, with_closure: bool) -> None:
+        """Takes the account of every policy that the optimizer is about to move."""
+        watched.accounts.clear()
+        moved = self._held_by(optimizer)
+        found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler for fused optimizers
+        if found_inf is not None and bool(found_inf):
+            for name in moved:
+                self.abandon(name)
+            return
+        for name in moved:
+            sums, pending = self._sums[name], self._pending.get(name)
+            has_gradient = any(p.grad is not None for p in sums.policy.covered.values())
+            if not has_gradient or (pending is None and name not in self._ledgers):
+                continue
+            watched.accounts[name] = Account(
+                self._ledger(name),
+                sums,
+                watched.rule,
+                optimizer,
+                reference_norm=0.0 if pending is None else pending.reference_norm,
+                announced=pending is not None,
+                usable=not sums.left_out and not with_closure,
+            )
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [
+            name
+            for name, sums in self._sums.items()
+            if any(id(p) in held for p in sums.policy.covered.values())
+        ]
+
+    def _after(self, optimizer: torch.optim.Optimizer, watched: Watched, with_closure: bool) -> None:
+        """Settles the accounts and fills in the records."""
+        for name, account in watched.accounts.items():
+            result = account.settle()
+            reason = self._reason(account, result, with_closure=with_closure)
+            drifted = not result.drift <= max(math.sqrt(account.sums.eps), account.ledger.rounding)
+            if reason or drifted:
+                account.resync()
+            pending = self._pending.pop(name, None)
+            if pending is not None:
+                self._fill(pending, account, result, reason)
+        watched.accounts.clear()
+
+    def _reason(self, account: Account, result: Result, *, with_closure: bool) -> str:
+        """Returns why a step cannot be attributed; empty where it can."""
+        if with_closure:
+            return "the optimizer was stepped with a closure, which computes the gradient anew"
+        if account.sums.left_out:
+            return "the slots of some parameters could not be told apart in this update"
+        if math.isnan(result.foreign) or math.isnan(result.change_norm):
+            return "the gradient or the change is not finite"
+        if result.foreign:
+            return (
+                f"between step() and optimizer.step() the gradient was altered by more than a factor: "
+                f"{result.foreign:.2g} of its norm is not the slots'"
+            )
+        return ""
+
+    def _fill(self, pending: Pending, account: Account, result: Result, reason: str) -> None:
+        record, cells = pending.record, account.sums.cells
+        there = {slot for slot in cells.slots if not np.isnan(record.gram[slot, slot])}
+        record.scalars["update_norm"] = result.change_norm
+        record.scalars.setdefault("skipped", 0.0)
+        for name, dots in (("dot_previous_update", result.dot_previous), ("dot_ema", result.dot_mean)):
+            record.counts[name] = np.full(len(self._slots), np.nan)
+            by_slot = dots.reshape(cells.num_halves, len(cells.slots), cells.num_labels).sum((0, 2))
+            for slot, value in zip(cells.slots, by_slot, strict=True):
+                if slot in there:
+                    record.counts[name][slot] = value
+        if reason:
+            self._give_up(record.policy, record, reason)
+            return
+        self.reasons.pop(record.policy, None)
+        num_parts = account.ledger.num_parts
+        record.scalars["decay_norm"] = math.sqrt(result.products[num_parts, num_parts])
+        record.scalars.setdefault("clip_factor", result.factor)
+        record.attribution_residual = result.residual
+        role_of_slot = [self._roles.index(role) for role in self._slots.values()]
+        parts = self._parts(cells.slots)
+        role_of_part = {part: role_of_slot[slot] for slot, part in zip(cells.slots, parts, strict=True)}
+        record.update_gram, record.effect = _by_label(
+            result,
+            [role_of_part[part] for part in range(num_parts)],
+            {role_of_slot[slot] for slot in there},
+            len(self._roles),
+        )
+        if self._settings.by == "slot":
+            record.slot_update_gram, record.slot_effect = _by_label(
+                result, cells.slots, there, len(self._slots)
+            )
+
+    def _give_up(self, policy: str, record: UpdateRecord, reason: str) -> None:
+        self.reasons[policy] = record.attribution_reason = reason
+
+    def _fail(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Forgets what may be half done; the next step starts from what the optimizer then has."""
+        self._watched[optimizer].accounts.clear()
+        for name in self._held_by(optimizer):
+            self._ledgers.pop(name, None)
+            pending = self._pending.pop(name, None)
+            if pending is not None:
+                self._give_up(name, pending.record, " ".join(reason.split())[:300])
+
+    def _ledger(self, name: str) -> Ledger:
+        if name not in self._ledgers:
+            sums = self._sums[name]
+            self._ledgers[name] = Ledger(sums, self._parts(sums.policy.slots), self._settings)
+        return self._ledgers[name]
+
+    def _parts(self, policy_slots: Sequence[int]) -> list[int]:
+        """Returns the number of each slot's part within the policy."""
+        if self._settings.by == "slot":
+            return list(range(len(policy_slots)))
+        roles = [list(self._slots.values())[slot] for slot in policy_slots]
+        order = list(dict.fromkeys(roles))
+        return [order.index(role) for role in roles]
+
+
+def _by_label(
+    result: Result, place_of_part: Sequence[int], present: set[int], num_labels: int
+) -> tuple[Array, Array]:
+    """Returns products of contributions `[L + 2, L + 2]` and effects `[L, L + 2]` by label.
+
+    Args:
+        result: Products by part of one policy.
+        place_of_part: Label of each part; parts of one label are added.
+        present: Labels with rows in the update; the effects on others are NaN.
+        num_labels: L.
+    """
+    num_parts = len(place_of_part)
+    columns = [*place_of_part, num_labels, num_labels + 1]
+    known = sorted(set(columns))
+    products = np.zeros((num_labels + 2, num_labels + 2))
+    np.add.at(products, np.ix_(columns, columns), result.products)
+    effects = np.zeros((num_labels, num_labels + 2))
+    np.add.at(effects, np.ix_(columns[:num_parts], columns), result.effects)
+    update_gram, effect = np.full_like(products, np.nan), np.full_like(effects, np.nan)
+    update_gram[np.ix_(known, known)] = products[np.ix_(known, known)]
+    rows = sorted(present)
+    effect[np.ix_(rows, known)] = effects[np.ix_(rows, known)]
+    return update_gram, effect
