@@ -15,7 +15,7 @@ from typing import Any
 from gradscope.runfile import durable, store
 from gradscope.runfile.batch import join
 from gradscope.runfile.content import Content
-from gradscope.runfile.journals import check_same_run, read_journal
+from gradscope.runfile.journals import journals_of_run, scan_file
 from gradscope.runfile.load import Pending, empty_content, pending_rows, read_file, read_head
 from gradscope.runfile.paths import RunPaths
 
@@ -61,9 +61,9 @@ def build(task: Task, target: Path) -> int:
         OSError: The disk is full, say, or the run file is another run's; there is no file `target` then.
     """
     paths = task.paths
-    journals = [read_journal(path) for path in task.journals()]
     stored = read_head(paths.file) if paths.file.exists() else None
-    check_same_run(paths, journals, {} if stored is None else stored.attributes)
+    scans = [scan_file(path) for path in task.journals()]
+    journals = journals_of_run(paths, scans, None if stored is None else stored.attributes.get("run_id"))
     base = stored or empty_content(journals)
     rows = pending_rows(journals, base)
     attributes = {**task.attributes, "journal_sequence": rows.last_sequence}

@@ -15,7 +15,15 @@ from gradscope.runfile.batch import Batch
 from gradscope.runfile.columns import Placed, Row, columns_of, entries, number, text
 from gradscope.runfile.layout import Layout, user_variable
 from gradscope.runfile.update import UpdateRecord
-from gradscope.schema import EXTRA_CONTRIBUTORS, LABEL_DIMS, MIRROR_DIMS, NUMBERED_DIMS, TABLES, Variable
+from gradscope.schema import (
+    EXTRA_CONTRIBUTORS,
+    LABEL_DIMS,
+    MIRROR_DIMS,
+    NUMBERED_DIMS,
+    TABLES,
+    Variable,
+    base_dim,
+)
 
 _LOGGED_DIMS = ("slot", "role", "phase", "module")
 _RESERVED = {*LABEL_DIMS, *MIRROR_DIMS, *NUMBERED_DIMS, *(table.dim for table in TABLES.values())}
@@ -80,16 +88,22 @@ class Intake:
             self._said.add(key)
             self.notices.append(sentence)
 
-    def module_columns(self, slots: Sequence[str], modules: Sequence[str], arrays: Mapping[str, Any]) -> Row:
+    def module_columns(
+        self,
+        slots: Sequence[str],
+        modules: Sequence[str],
+        contributors: Sequence[str],
+        arrays: Mapping[str, Any],
+    ) -> Row:
         """Returns what one row of `/modules` holds; arrays by name, their axes as the schema says."""
         self._learn_slots(slots)
-        self.layout = self.layout.with_labels("module", modules)
-        labels = {"slot": slots, "slot_b": slots, "module": modules}
+        self.layout = self.layout.with_labels("module", modules).with_labels("contributor", contributors)
+        labels = {"slot": slots, "module": modules, "contributor": contributors}
         row: Row = {}
         for name, value in arrays.items():
             variable = TABLES["modules"].variable(name)
             if variable is not None:
-                self._place(row, variable, value, tuple(labels[dim] for dim in variable.dims[1:]))
+                self._place(row, variable, value, tuple(labels[base_dim(dim)] for dim in variable.dims[1:]))
         return row
 
     def role_columns(self, by_role: Mapping[str, Any]) -> Row:
@@ -164,6 +178,7 @@ class Intake:
             "gram_cross": (slots, slots),
             "update_gram": (contributors, contributors),
             "effect": (roles, contributors),
+            "influence": (slots, contributors),
         }
         for name, labels in axes.items():
             variable = TABLES["updates"].variable(name)

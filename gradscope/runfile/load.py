@@ -21,7 +21,7 @@ from gradscope.runfile import batch, frames, store
 from gradscope.runfile.check import check_version, is_newer, read_group, unreadable
 from gradscope.runfile.content import Content, Superseded, spanned
 from gradscope.runfile.damage import of_journals, usable
-from gradscope.runfile.journals import Journal, check_same_run, read_journals
+from gradscope.runfile.journals import Journal, journals_of_run, scan_files
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.paths import RunPaths
 from gradscope.schema import SCHEMA_VERSION, SUPERSEDED
@@ -82,13 +82,13 @@ def load(path: str | Path) -> Loaded:
 
 def _load(path: str | Path) -> Loaded:
     paths = RunPaths.of(path)
-    journals = read_journals(paths)
+    scans = scan_files(paths)
     stored = read_file(paths.file) if paths.file.exists() else None
+    journals = journals_of_run(paths, scans, None if stored is None else stored.attributes.get("run_id"))
     readable = [journal for journal in journals if journal.layouts]
     if stored is None and not readable:
         raise RunFileError(_nothing_there(path, paths))
     base = stored or empty_content(journals)
-    check_same_run(paths, journals, {} if stored is None else stored.attributes)
     rows = pending_rows(journals, base)
     # Attributes of a journal older than the file would bring back what a later resume or close has changed.
     own = readable[-1].attributes if readable and (rows.batches or stored is None) else {}

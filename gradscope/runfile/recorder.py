@@ -46,10 +46,12 @@ class Recorder:
         row: Row = {"step": step, "segment": self._segment, "wall_time": time.time()}
         if records:
             row["num_updates"] = len(records)
-        rows = self._intake.step(row, records, metrics, next_update=self._next["updates"])
+        first = self._next["updates"]
+        rows = self._intake.step(row, records, metrics, next_update=first)
         self._next["updates"] += len(records)
         self._log.put(rows, self._intake.layout)
-        for record in records:
+        for update, record in enumerate(records, start=first):
+            self._put_evidence(step, update, record)
             self._note_coverage(step, record)
 
     def put_evaluation(self, step: int, row: Row, by_role: Mapping[str, Any]) -> None:
@@ -78,12 +80,13 @@ class Recorder:
         step: int,
         slots: Sequence[str],
         modules: Sequence[str],
+        contributors: Sequence[str],
         arrays: Mapping[str, Any],
         update: int | None,
     ) -> None:
         """Writes one row of `/modules`, of the last update unless another is named."""
         row: Row = {"step": step, "update": self._next["updates"] - 1 if update is None else update}
-        self._put("modules", [{**row, **self._intake.module_columns(slots, modules, arrays)}])
+        self._put("modules", [{**row, **self._intake.module_columns(slots, modules, contributors, arrays)}])
 
     def event(self, step: int, kind: str, message: str) -> None:
         """Writes one event."""
@@ -129,6 +132,26 @@ class Recorder:
         self._next[table] += len(rows)
         self._log.put(self._intake.batch({table: numbered}), self._intake.layout)
 
+    def _put_evidence(self, step: int, update: int, record: UpdateRecord) -> None:
+        """Writes what an update's record has of single modules and rows."""
+        if (found := record.modules) is not None:
+            arrays = {
+                name: values
+                for name in ("grad_norm", "gram", "change_gram")
+                if (values := getattr(found, name)) is not None
+            }
+            self.put_modules(step, record.slots, found.modules, found.contributors, arrays, update)
+        if (rows := record.rows) is not None:
+            columns = {
+                "row_slot": rows.slots,
+                "problem": rows.problems,
+                "episode": rows.episodes,
+                "grad_norm": rows.grad_norm,
+                "advantage": rows.advantages,
+                "num_tokens": rows.num_tokens,
+            }
+            self.put_completions(step, rows.row_ids, columns, update=update, sketch=rows.sketch)
+
     def _note_coverage(self, step: int, record: UpdateRecord) -> None:
         coverage = tuple(record.coverage)
         if coverage != self._coverage.get(record.policy, ()):
@@ -139,4 +162,4 @@ class Recorder:
     def _warn(self, messages: Sequence[str]) -> None:
         notices, self._intake.notices = self._intake.notices, []
         for message in (*messages, *notices):
-            warnings.warn(message, UserWarning, stacklevel=4)
+            warnings.warn(message, UserWarning, stacklevel=5)

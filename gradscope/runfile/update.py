@@ -41,6 +41,7 @@ class UpdateRecord:
         slot_effect: As `effect` by slots, `[K, K + 2]`.
         labels: The second labels of rows, in the order of every L axis; empty when none are declared.
         label_gram: Inner products of the gradients of slots x labels, `[K, L, K, L]`.
+        influence: Divergence of a slot's replies under a contribution alone, `[K, C]`, nat a token.
         modules: The update module by module, where that was looked at.
         rows: Its rows one by one, where they were.
     """
@@ -60,5 +61,6 @@ class UpdateRecord:
     slot_effect: Array | None = None
     labels: tuple[str, ...] = ()
     label_gram: Array | None = None
+    influence: Array | None = None
     modules: ModuleEvidence | None = None
     rows: RowEvidence | None = None

@@ -224,6 +224,7 @@ class RunWriter:
         *,
         slots: Sequence[str],
         modules: Sequence[str],
+        contributors: Sequence[str] = (),
         grad_norm: Any = None,
         gram: Any = None,
         change_gram: Any = None,
@@ -237,13 +238,14 @@ class RunWriter:
             modules: M module names.
             grad_norm: Norms of the slots' gradients, `[K, M]`.
             gram: Inner products of the slots' gradients, `[M, K, K]`.
-            change_gram: Inner products of the slots' weight changes, `[M, K, K]`.
+            contributors: C names of contributors.
+            change_gram: Inner products of the weight changes that these made, `[M, C, C]`.
             update: Running number of the update; by default the last one.
         """
         step = self._checked(step)
         given = {"grad_norm": grad_norm, "gram": gram, "change_gram": change_gram}
         arrays = {name: value for name, value in given.items() if value is not None}
-        self._recorder.put_modules(step, slots, modules, arrays, update)
+        self._recorder.put_modules(step, slots, modules, contributors, arrays, update)
         self._recorder.settle(step)
 
     @uninterrupted

@@ -40,7 +40,8 @@ def write(order):
         gram = rng.normal(size=(2, 2))
         writer.append(step, UpdateRecord("p", tuple(slots), gram), metrics={"loss": gram[0, 0]})
         os.write(acknowledged, step.to_bytes(8, "little"))
-        writer.append_modules(step, slots=list(slots), modules=order["modules"], grad_norm=rng.random((2, 20)))
+        norms = rng.random((2, 20))
+        writer.append_modules(step, slots=list(slots), modules=order["modules"], grad_norm=norms)
         if step % order["every"] == order["every"] - 1:
             writer.compact()
 
