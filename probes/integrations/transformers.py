@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 
 from gradscope.errors import ProbeError
 from gradscope.probes.attaching import Mode
+from gradscope.probes.integrations.accelerate import check_gradients
 from gradscope.probes.integrations.callback import StepWriter
 from gradscope.probes.integrations.examples import Column, RowSource
 from gradscope.probes.integrations.session import Plan, Session, Training
@@ -29,9 +30,6 @@ from gradscope.runfile import RunWriter
 
 KEY = "gradscope_rows"
 """Key under which a batch carries its rows from the collator to the training step."""
-HIDES_GRADIENTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
-"""Kinds of training whose gradients are not in `.grad` when the optimizer steps."""
-
 Target = TypeVar("Target")
 
 
@@ -166,9 +164,7 @@ class MeasuredTrainer(transformers.Trainer):
         Raises:
             ProbeError: As `instrument`.
         """
-        kind = str(getattr(self.accelerator, "distributed_type", "")).rpartition(".")[2]
-        if kind in HIDES_GRADIENTS:
-            raise ProbeError(f"instrument(): gradients cannot be read under {kind}; use DDP or FSDP2.")
+        check_gradients(self.accelerator)
         if self.args.n_gpu > 1:
             raise ProbeError(
                 "instrument(): nn.DataParallel splits a batch behind the loop's back; start one process for "

@@ -105,13 +105,14 @@ class MeasuredGRPO(MeasuredTrainer):
     gradscope_pass: tuple[torch.Tensor, torch.Tensor | None]
     gradscope_passes: list[tuple[list[str | None], torch.Tensor]]
     gradscope_num_generations: int
+    gradscope_num_sampled: int
 
     def gradscope_setup(self) -> None:
         """Checks the trainer and its data."""
         super().gradscope_setup()
         self.gradscope_replies = []
         self.gradscope_passes = []
-        self.gradscope_num_generations = 0
+        self.gradscope_num_generations = self.gradscope_num_sampled = 0
 
     def get_train_dataloader(self) -> Any:
         """Returns TRL's own loader: its batches are the examples as they are."""
@@ -129,6 +130,7 @@ class MeasuredGRPO(MeasuredTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         examples = [dict(example) for example in inputs]  # TRL may write into them
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self.gradscope_num_sampled += len(examples) * self.accelerator.num_processes
         if self.model.training:
             self.gradscope_generation = self._gradscope_read(examples, output)
             output[PLACE] = torch.arange(len(examples))
@@ -224,6 +226,14 @@ class MeasuredGRPO(MeasuredTrainer):
             old=inputs.get("old_per_token_logps"),
             clip=(self.epsilon_low, self.epsilon_high) if clips else None,
         )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates, and remembers on how many completions: several for a problem."""
+        before = self.gradscope_num_sampled
+        output = super().evaluation_loop(*args, **kwargs)
+        num_sampled = self.gradscope_num_sampled - before
+        self.gradscope_evaluated = dict.fromkeys(self.gradscope_evaluated, num_sampled)
+        return output
 
     def gradscope_metrics(self) -> dict[str, Any]:
         """Returns what is known of the step that has just been taken, and forgets it."""
