@@ -160,7 +160,7 @@ class SlotAccumulators:
         """Opens the sums of one layer's parameters for what arrives.
 
         Returns:
-            The sums, and whether nothing arrived for any of them since the last reset: they may be overwritten.
+            The sums, and whether they may be overwritten: nothing arrived for them since the last reset.
         """
         if self.closed or not self._blocks:
             self._open()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,19 +26,22 @@ from gradscope.probes.taps.whole import check_policy
 from gradscope.probes.targets import Target
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """One call of a fused layer: what its backward needs to know beside tensors.
+
+    A named tuple, as one is made for each layer and pass.
 
     Attributes:
         collector: Where gradients go.
         target: The layer, or the first of its parts.
+        policy: The policy of its parameters.
         batch: The rows that went through; None outside `rows` blocks.
         rows_unknown: Whether the forward ran inside a backward, so that nobody knows whose rows they were.
     """
 
     collector: Collector
     target: Target
+    policy: str
     batch: RowBatch | None
     rows_unknown: bool
 
@@ -62,12 +64,14 @@ class Passage:
             self.collector.seconds += time.perf_counter() - begin
         if found is None:
             found = [total(factors) for factors in layer]
-        return [gradient.to(factors.parameter.dtype) for gradient, factors in zip(found, layer, strict=True)]
+        return [
+            cast(gradient, factors.parameter.dtype) for gradient, factors in zip(found, layer, strict=True)
+        ]
 
     def _collect(self, layer: Sequence[Factors], x: torch.Tensor) -> list[torch.Tensor] | None:
         if self.rows_unknown or self.batch is None:
             raise ProbeError(REENTRANT.format(name=self.target.name))
-        into = self.collector.sums[self.target.policy]
+        into = self.collector.sums[self.policy]
         is_packed(self.target, self.batch, x)
         check_policy([self.batch], into)
         for factors in layer:
@@ -92,13 +96,13 @@ def _add_layer(
     return add_factors(layer, cut, into, tokens=tokens, totals=cut.complete)
 
 
-def passage(collector: Collector, target: Target, x: torch.Tensor) -> Passage:
+def passage(collector: Collector, target: Target, policy: str, x: torch.Tensor) -> Passage:
     """Returns what a call of a fused layer now has to know; its rows count as seen."""
     batch = collector.rows
     if batch is not None:
         batch.see(x.shape[:-1])
         batch.tapped = True
-    return Passage(collector, target, batch, collector.rows_unknown)
+    return Passage(collector, target, policy, batch, collector.rows_unknown)
 
 
 def compute_type(x: torch.Tensor, otherwise: torch.dtype) -> torch.dtype:
@@ -115,6 +119,7 @@ class FusedLinear:
     def __init__(self, target: Target, collector: Collector) -> None:
         self.target = target
         self.collector = collector
+        self.policy = target.policy
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer returns; with gradients, through one node of the graph."""
@@ -124,7 +129,7 @@ class FusedLinear:
             if batch is not None:
                 batch.see(input.shape[:-1])  # rows count whether or not a backward comes
             return functional.linear(input, module.weight, module.bias)
-        call = passage(self.collector, self.target, input)
+        call = passage(self.collector, self.target, self.policy, input)
         return _Linear.apply(input, module.weight, module.bias, call)
 
     def _differentiable(self, x: torch.Tensor) -> bool:
@@ -138,30 +143,35 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Passage
     ) -> torch.Tensor:
         dtype = compute_type(x, weight.dtype)
-        cast, weight_cast = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(narrower(x, cast), weight_cast)
+        x_cast, weight_cast = cast(x, dtype), cast(weight, dtype)
+        ctx.save_for_backward(narrower(x, x_cast), weight_cast)
         ctx.call, ctx.dtype = call, x.dtype
-        return functional.linear(cast, weight_cast, None if bias is None else bias.to(dtype))
+        return functional.linear(x_cast, weight_cast, None if bias is None else cast(bias, dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         dy = gradients[0].reshape(-1, weight.shape[0])
-        dx = (dy @ weight).view(x.shape).to(ctx.dtype) if for_x else None
+        dx = cast((dy @ weight).view(x.shape), ctx.dtype) if for_x else None
         own = ctx.call.target.parameters
         layer = []
         if for_weight:
-            layer.append(Factors(own["weight"], dy, x.reshape(-1, x.shape[-1]).to(dy.dtype)))
+            layer.append(Factors(own["weight"], dy, cast(x.reshape(-1, x.shape[-1]), dy.dtype)))
         if for_bias:
             layer.append(Factors(own["bias"], dy, None))
         found = iter(ctx.call.gradients(layer, x) if layer else ())
         return dx, next(found) if for_weight else None, next(found) if for_bias else None, None
 
 
-def narrower(x: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor in a type; the call that does nothing is left out, which would cost a microsecond."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def narrower(x: torch.Tensor, x_cast: torch.Tensor) -> torch.Tensor:
     """Returns the one of a tensor and its cast that takes less memory to keep; `x` when equal."""
-    return cast if cast.element_size() < x.element_size() else x
+    return x_cast if x_cast.element_size() < x.element_size() else x
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Callable[[], None]:

@@ -12,16 +12,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gradscope.probes.taps.capture import Collector, Tap
+from gradscope.probes.taps.capture import Collector
 from gradscope.probes.taps.factors import Factors
 from gradscope.probes.taps.fused import (
     Passage,
+    cast,
     compute_type,
     is_plain_linear,
     narrower,
@@ -59,10 +60,21 @@ def fuse_lora_layers(model: nn.Module, targets: Sequence[Target], collector: Col
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter of a layer: its two factors, as they are tapped."""
+    """One adapter of a layer.
 
+    Attributes:
+        name: Its name.
+        first: A, as it is tapped.
+        second: B.
+        policy: The policy that trains it.
+        dropout: The dropout before A.
+    """
+
+    name: str
     first: Target
     second: Target
+    policy: str
+    dropout: nn.Module
 
 
 def _plain_adapters(layer: Any, targets: Mapping[int, Target]) -> dict[str, Adapter]:
@@ -72,7 +84,9 @@ def _plain_adapters(layer: Any, targets: Mapping[int, Target]) -> dict[str, Adap
         second = layer.lora_B[name]
         known = id(first) in targets and id(second) in targets
         if known and all(is_plain_linear(part) and part.bias is None for part in (first, second)):
-            found[name] = Adapter(targets[id(first)], targets[id(second)])
+            tapped = targets[id(first)]
+            dropout = layer.lora_dropout[name]
+            found[name] = Adapter(name, tapped, targets[id(second)], tapped.policy, dropout)
     return found
 
 
@@ -81,63 +95,64 @@ class FusedLora:
 
     def __init__(self, layer: Any, adapters: Mapping[str, Adapter], collector: Collector) -> None:
         self.layer = layer
+        self.base = layer.base_layer
         self.adapters = dict(adapters)
         self.collector = collector
         self.original = layer.forward
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns what the layer returns, through one node where that is possible."""
-        name = None if args or kwargs else self._fusable(x)
-        if name is None:
+        adapter = None if args or kwargs else self._adapter()
+        if adapter is None or not self._fusable(x, adapter):
             return self.original(x, *args, **kwargs)
-        layer = self.layer
-        base, adapter = layer.base_layer, self.adapters[name]
-        first, second = adapter.first.module.weight, adapter.second.module.weight
-        dtype = compute_type(x, first.dtype)
-        noise, dropout = None, layer.lora_dropout[name]
+        # Looked up where modules keep them: the attribute costs ten times as much.
+        base = self.base._parameters
+        first, second = (part.module._parameters["weight"] for part in (adapter.first, adapter.second))
+        noise, dropout = None, adapter.dropout
         if dropout.training and not isinstance(dropout, nn.Identity):
             # The factors that dropout draws for the adapter's input: PEFT draws the same numbers.
-            noise = dropout(torch.ones_like(x, dtype=first.dtype)).to(dtype)
-        call = LoraPassage(
-            passage(self.collector, adapter.first, x), adapter, float(layer.scaling[name]), dtype
-        )
-        return _Lora.apply(x, first, second, base.weight, base.bias, noise, call)
+            noise = dropout(torch.ones_like(x, dtype=first.dtype))
+        rows = passage(self.collector, adapter.first, adapter.policy, x)
+        call = LoraPassage(rows, adapter, float(self.layer.scaling[adapter.name]))
+        return _Lora.apply(x, first, second, base["weight"], base["bias"], noise, call)
 
-    def _fusable(self, x: torch.Tensor) -> str | None:
-        """Returns the adapter that a call with this input goes through alone, if the node can do it."""
+    def _adapter(self) -> Adapter | None:
+        """Returns the adapter that a call goes through, alone and with gradients; None where it does not."""
         layer = self.layer
-        active = layer.active_adapters
-        if len(active) != 1 or active[0] not in self.adapters or not torch.is_grad_enabled():
-            return None
-        if layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
-            return None
-        base, adapter = layer.base_layer, self.adapters[active[0]]
-        parts = (adapter.first.module, adapter.second.module)
-        weights = [part.weight for part in parts]
-        differentiable = x.requires_grad or any(weight.requires_grad for weight in weights)
-        frozen = not any(parameter.requires_grad for parameter in base.parameters())
-        one_type = weights[0].dtype == weights[1].dtype and x.dtype.is_floating_point
-        castable = x.dtype == weights[0].dtype or getattr(layer, "cast_input_dtype_enabled", True)
-        hooked = base._forward_hooks or base._forward_pre_hooks or any(_hooked(part) for part in parts)
+        active = layer.active_adapter
+        if not isinstance(active, str):
+            active = active[0] if len(active) == 1 else ""
+        special = layer.disable_adapters or layer.merged_adapters or active in layer.lora_variant
         compiling = torch.compiler.is_compiling()
-        usable = differentiable and frozen and one_type and castable and not hooked and not compiling
-        return active[0] if usable else None
+        return None if special or compiling or not torch.is_grad_enabled() else self.adapters.get(active)
+
+    def _fusable(self, x: torch.Tensor, adapter: Adapter) -> bool:
+        """Whether the node can do what the layer does with this input."""
+        base, first, second = self.base, adapter.first.module, adapter.second.module
+        weight, bias = base._parameters["weight"], base._parameters["bias"]
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            return False
+        a, b = first._parameters["weight"], second._parameters["weight"]
+        if not (x.requires_grad or a.requires_grad or b.requires_grad):
+            return False
+        # Each of the two has our own tap; whoever else hooks them wants to see them called.
+        hooks = (base._forward_hooks, base._forward_pre_hooks, first._forward_pre_hooks)
+        if (
+            any(hooks)
+            or second._forward_pre_hooks
+            or len(first._forward_hooks) + len(second._forward_hooks) > 2
+        ):
+            return False
+        castable = x.dtype == a.dtype or getattr(self.layer, "cast_input_dtype_enabled", True)
+        return bool(castable and a.dtype == b.dtype and x.is_floating_point())
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether someone else's hook wants to see the module called."""
-    foreign = [hook for hook in module._forward_hooks.values() if not isinstance(hook, Tap)]
-    return bool(foreign or module._forward_pre_hooks)
-
-
-@dataclass(frozen=True)
-class LoraPassage:
-    """One call of a LoRA layer; `dtype` is the type of the adapter's products."""
+class LoraPassage(NamedTuple):
+    """One call of a LoRA layer."""
 
     rows: Passage
     adapter: Adapter
     scaling: float
-    dtype: torch.dtype
 
 
 class _Lora(torch.autograd.Function):
@@ -152,46 +167,47 @@ class _Lora(torch.autograd.Function):
         noise: torch.Tensor | None,
         call: LoraPassage,
     ) -> torch.Tensor:
-        base_type = compute_type(x, weight.dtype)
-        base_input, weight = x.to(base_type), weight.to(base_type)
-        y = functional.linear(base_input, weight, None if bias is None else bias.to(base_type))
-        first, second = first.to(call.dtype), second.to(call.dtype)
-        x_TI = x.reshape(-1, x.shape[-1]).to(call.dtype)
-        if noise is not None:
-            x_TI = x_TI * noise.view_as(x_TI)
-        u_TR = _scaled_product(x_TI, first.t(), call.scaling)
+        base_type, dtype = compute_type(x, weight.dtype), compute_type(x, first.dtype)
+        x_base, weight = cast(x, base_type), cast(weight, base_type)
+        y = functional.linear(x_base, weight, None if bias is None else cast(bias, base_type))
+        first, second = cast(first, dtype), cast(second, dtype)
+        u_TR = _scaled_product(_adapter_input(x, noise, dtype), first.t(), call.scaling)
         y_TO = y.view(-1, y.shape[-1])
-        if call.dtype == y.dtype:
+        if dtype == base_type:
             y_TO.addmm_(u_TR, second.t())
         else:
             y_TO.add_(u_TR @ second.t())
-        kept = narrower(x, base_input)
-        ctx.save_for_backward(kept, u_TR, first, second, weight, noise)
+        ctx.save_for_backward(narrower(x, x_base), u_TR, first, second, weight, noise)
         ctx.call, ctx.dtype = call, x.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, u_TR, first, second, weight, noise = ctx.saved_tensors
-        call, (for_x, for_first, for_second, *_) = ctx.call, ctx.needs_input_grad
+        rows, adapter, scaling = ctx.call
+        for_x, for_first, for_second = ctx.needs_input_grad[:3]
         dy_TO = gradients[0].reshape(-1, weight.shape[0])
-        own_TO = dy_TO.to(call.dtype)
+        own_TO = cast(dy_TO, u_TR.dtype)
         layer, dx = [], None
         if for_x or for_first:
-            v_TR = _scaled_product(own_TO, second, call.scaling)
+            v_TR = _scaled_product(own_TO, second, scaling)
         if for_x:
-            dx = _input_gradient(dy_TO @ weight, v_TR, first, noise).view(x.shape).to(ctx.dtype)
+            dx = cast(_input_gradient(dy_TO @ weight, v_TR, first, noise).view(x.shape), ctx.dtype)
         if for_first:
-            x_TI = x.reshape(-1, x.shape[-1]).to(call.dtype)
-            if noise is not None:
-                x_TI = x_TI * noise.view_as(x_TI)
-            layer.append(Factors(call.adapter.first.parameters["weight"], v_TR, x_TI))
+            x_TI = _adapter_input(x, noise, u_TR.dtype)
+            layer.append(Factors(adapter.first.parameters["weight"], v_TR, x_TI))
         if for_second:
-            layer.append(Factors(call.adapter.second.parameters["weight"], own_TO, u_TR))
-        found = iter(call.rows.gradients(layer, x) if layer else ())
+            layer.append(Factors(adapter.second.parameters["weight"], own_TO, u_TR))
+        found = iter(rows.gradients(layer, x) if layer else ())
         d_first = next(found) if for_first else None
         d_second = next(found) if for_second else None
         return dx, d_first, d_second, None, None, None, None
+
+
+def _adapter_input(x: torch.Tensor, noise: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what A multiplies, `[T, I]`."""
+    x_TI = cast(x.reshape(-1, x.shape[-1]), dtype)
+    return x_TI if noise is None else x_TI * cast(noise.view(x_TI.shape), dtype)
 
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -207,4 +223,4 @@ def _input_gradient(
     if noise is None and dx_TI.dtype == v_TR.dtype:
         return dx_TI.addmm_(v_TR, first_RI)
     own_TI = v_TR @ first_RI
-    return dx_TI.add_(own_TI if noise is None else own_TI.mul_(noise.view_as(own_TI)))
+    return dx_TI.add_(own_TI if noise is None else own_TI.mul_(cast(noise.view(own_TI.shape), own_TI.dtype)))
