@@ -15,6 +15,9 @@ TABLES = {
     "workflow": "gradscope.train.workflows:WORKFLOWS",
     "task": "gradscope.train.tasks:TASKS",
     "figure": "gradscope.figures:FIGURES",
+    "importer": "gradscope.importers:IMPORTERS",
+    "dialect": "gradscope.importers.dialects:DIALECTS",
+    "exporter": "gradscope.exporters:EXPORTERS",
 }
 
 

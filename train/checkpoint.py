@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,12 +30,14 @@ class State:
         policies: Names of its policies.
         best_step: Step of the best checkpoint so far; None before the first evaluated one.
         best_accuracy: Its held-out accuracy.
+        tracker_ids: Tracker to its id of the run, by which it goes on there.
     """
 
     step: int
     policies: tuple[str, ...]
     best_step: int | None = None
     best_accuracy: float = -1.0
+    tracker_ids: dict[str, str] = field(default_factory=dict)
 
 
 def save_checkpoint(run: Path, policies: Policies, state: State, *, keep: int) -> Path:

@@ -60,6 +60,18 @@ class Evaluation:
         """How tokens were chosen: `greedy` or `sampled`."""
         return "greedy" if self.greedy else "sampled"
 
+    def as_row(self, dataset: str) -> dict[str, Any]:
+        """Returns it as `RunWriter.append_evaluation` takes it, without the step."""
+        return {
+            "dataset": dataset,
+            "num_correct": self.num_correct,
+            "num_total": self.num_total,
+            "temperature": self.temperature,
+            "greedy": self.greedy,
+            "role_accuracy": self.role_accuracy,
+            "role_tokens_mean": self.role_tokens_mean,
+        }
+
     def describe(self) -> str:
         """Returns the evaluation as people read it, with its interval."""
         low, high = self.interval

@@ -24,6 +24,7 @@ from gradscope.train.record import EpisodeRecorder
 from gradscope.train.report import RunResult, StepReport
 from gradscope.train.resume import Before, load_last_whole, put_aside, read_before
 from gradscope.train.session import Session, StepResult
+from gradscope.train.tracking.mirrors import Mirrors, check_installed
 
 
 def run(
@@ -50,6 +51,7 @@ def run(
     folder = Path(out) if out is not None else default_out(config)
     exists = check_out(folder, resume=resume)
     before = read_before(folder, config) if exists else None
+    check_installed(config.tracking)
     with cpu_threads(config.train.threads):
         session = Session(config)
         try:
@@ -105,7 +107,8 @@ class _Run:
             fsync=self.config.run.fsync,
             hardware=str(self.environment["hardware"]),
         )
-        with Interrupt() as interrupt, writer:
+        with Interrupt() as interrupt, writer, self._open_mirrors(writer) as self.mirrors:
+            self.state = replace(self.state, tracker_ids=self.mirrors.run_ids)
             write_description(self.folder, self.config, self.environment)
             if self.before:
                 self._go_on(writer)
@@ -130,6 +133,18 @@ class _Run:
             self.state.step,
             bool(interrupt.requested) and self.state.step < last,
             tuple(self.evaluations),
+        )
+
+    def _open_mirrors(self, writer: RunWriter) -> Mirrors:
+        return Mirrors(
+            self.config.tracking,
+            self.folder,
+            slots=self.session.workflow.slots,
+            policies=self.session.routing,
+            config=self.config.model_dump(mode="json"),
+            run_ids=self.state.tracker_ids,
+            from_step=self.state.step if self.before else None,
+            tell=writer.append_event,
         )
 
     def _check_run_file(self, writer: RunWriter) -> None:
@@ -179,6 +194,7 @@ class _Run:
         result = self.session.train_step(step)
         records = [update.record for update in result.updates]
         writer.append(step, records, metrics=result.metrics)
+        self.mirrors.step(step, records, result.metrics)
         self._record_episodes(result, writer)
         for kind, message in result.events:
             writer.append_event(step, kind, message)
@@ -202,16 +218,9 @@ class _Run:
     def _evaluate(self, step: int, writer: RunWriter) -> list[Evaluation]:
         evaluations = evaluate_session(self.session, step=step)
         for evaluation in evaluations:
-            writer.append_evaluation(
-                step,
-                num_correct=evaluation.num_correct,
-                num_total=evaluation.num_total,
-                dataset=f"{self.config.task.name}/held_out",
-                temperature=evaluation.temperature,
-                greedy=evaluation.greedy,
-                role_accuracy=evaluation.role_accuracy,
-                role_tokens_mean=evaluation.role_tokens_mean,
-            )
+            row = evaluation.as_row(f"{self.config.task.name}/held_out")
+            writer.append_evaluation(step, **row)
+            self.mirrors.evaluation(step, row)
         self.evaluations += evaluations
         return evaluations
 
@@ -242,6 +251,7 @@ class _Run:
             return None
         self.state, self.saved_step, self.lost = state, step, ""
         writer.append_event(step, "checkpoint", path.name)
+        self.mirrors.flush(step)
         writer.compact()
         return path
 

@@ -16,6 +16,7 @@ from gradscope.runfile.durable import write_atomically
 class Exporter:
     """CSV, one row a step: every scalar and inner product, numbers in full."""
 
+    package: ClassVar[str] = ""
     holds_products: ClassVar[bool] = True
     default_path: ClassVar[str] = "metrics.csv"
 

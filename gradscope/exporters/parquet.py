@@ -17,6 +17,7 @@ METADATA = b"gradscope"
 class Exporter:
     """Parquet, one row a step: every scalar and inner product, slots and policies as metadata."""
 
+    package: ClassVar[str] = "pyarrow"
     holds_products: ClassVar[bool] = True
     default_path: ClassVar[str] = "metrics.parquet"
 

@@ -12,6 +12,7 @@ from gradscope.exporters.sink import Target, present
 class Exporter:
     """TensorBoard event files in a folder; 32-bit floats, as TensorBoard keeps them."""
 
+    package: ClassVar[str] = "tensorboard"
     holds_products: ClassVar[bool] = False
     default_path: ClassVar[str] = "tensorboard"
 

@@ -12,6 +12,7 @@ from gradscope.exporters.sink import AXIS, Target
 class Exporter:
     """Weights & Biases run of a project; WANDB_MODE=offline keeps it here until 'wandb sync'."""
 
+    package: ClassVar[str] = "wandb"
     holds_products: ClassVar[bool] = False
     default_path: ClassVar[str] = ""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradscope.errors import ConfigError
+from gradscope.errors import ConfigError, unknown_name
+from gradscope.exporters import EXPORTERS
 from gradscope.train.config.plugins import build_workflow
 from gradscope.train.config.routing import resolve_routing
 from gradscope.train.config.sections import Config
@@ -13,9 +14,13 @@ def check_config(config: Config) -> None:
 
     Raises:
         ConfigError: A combination cannot train.
-        UnknownNameError: The routing names a role or slot that the workflow lacks.
+        UnknownNameError: The routing names a role or slot that the workflow lacks, or there is no such
+            tracker.
     """
     _check_batch(config)
+    for name in config.tracking.to:
+        if name not in EXPORTERS and ":" not in name:
+            raise unknown_name("tracker", name, EXPORTERS.names(), where="tracking.to")
     workflow = build_workflow(config.workflow)
     resolve_routing(config.policy.routing, workflow.slots)
     if config.optim.schedule == "cosine" and config.optim.warmup_steps >= max(config.train.steps, 1):

@@ -211,6 +211,12 @@ class TrackingSection(Section):
 
     print_every: int = Field(default=10, ge=1)
     """Steps between printed lines where no terminal shows the progress."""
+    to: tuple[str, ...] = ()
+    """Trackers that get the run's scalars as it goes on: see `gradscope list exporters`."""
+    project: str = Field(default="gradscope", min_length=1)
+    """Project of the run, for trackers that have them."""
+    name: str = ""
+    """Name of the run there; empty for that of its directory."""
 
 
 class Config(Section):
