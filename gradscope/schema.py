@@ -196,6 +196,7 @@ _TABLES = (
         "gram_cross | slot slot_b | f8 | 1 | products between halves of the update's problems",
         "update_gram | contributor contributor_b | f8 | 1 | inner products of the applied contributions",
         "effect | role contributor | f8 | 1 | first-order effect of a contribution on a role's loss",
+        "influence | slot contributor | f8 | nat | divergence of the slot's replies by a contribution",
     ),
     _table(
         "modules", "module_update", "one row an update whose modules were looked at one by one",
@@ -204,7 +205,7 @@ _TABLES = (
         "update! | | i8 | 1 | running number of the update, as in /updates",
         "grad_norm | slot module | f4 | 1 | norm of the slot's gradient in the module",
         "gram | module slot slot_b | f4 | 1 | inner products of the slots' gradients in the module",
-        "change_gram | module slot slot_b | f4 | 1 | inner products of the changes s(dB A + B dA)",
+        "change_gram | module contributor contributor_b | f4 | 1 | inner products of changes s(dB A + B dA)",
     ),
     _table(
         "rows", "row", "sampled completions, one by one, where they were measured",

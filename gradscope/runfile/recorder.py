@@ -86,7 +86,8 @@ class Recorder:
     ) -> None:
         """Writes one row of `/modules`, of the last update unless another is named."""
         row: Row = {"step": step, "update": self._next["updates"] - 1 if update is None else update}
-        self._put("modules", [{**row, **self._intake.module_columns(slots, modules, contributors, arrays)}])
+        given = {name: values for name, values in arrays.items() if values is not None}
+        self._put("modules", [{**row, **self._intake.module_columns(slots, modules, contributors, given)}])
 
     def event(self, step: int, kind: str, message: str) -> None:
         """Writes one event."""
@@ -135,11 +136,7 @@ class Recorder:
     def _put_evidence(self, step: int, update: int, record: UpdateRecord) -> None:
         """Writes what an update's record has of single modules and rows."""
         if (found := record.modules) is not None:
-            arrays = {
-                name: values
-                for name in ("grad_norm", "gram", "change_gram")
-                if (values := getattr(found, name)) is not None
-            }
+            arrays = {"grad_norm": found.grad_norm, "gram": found.gram, "change_gram": found.change_gram}
             self.put_modules(step, record.slots, found.modules, found.contributors, arrays, update)
         if (rows := record.rows) is not None:
             columns = {

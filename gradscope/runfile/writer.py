@@ -243,8 +243,7 @@ class RunWriter:
             update: Running number of the update; by default the last one.
         """
         step = self._checked(step)
-        given = {"grad_norm": grad_norm, "gram": gram, "change_gram": change_gram}
-        arrays = {name: value for name, value in given.items() if value is not None}
+        arrays = {"grad_norm": grad_norm, "gram": gram, "change_gram": change_gram}
         self._recorder.put_modules(step, slots, modules, contributors, arrays, update)
         self._recorder.settle(step)
 

@@ -28,8 +28,11 @@ def module_of(parameter: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     parts = name.split(".")
+    if "modules_to_save" in parts:  # followed by the adapter's name
+        at = parts.index("modules_to_save")
+        parts = parts[:at] + parts[at + 2 :]
     own = next((at for at, part in enumerate(parts) if part in _ADAPTER_PARTS), len(parts) - 1)
-    return ".".join(part for part in parts[:own] if part not in ("base_layer", "modules_to_save")) or name
+    return ".".join(part for part in parts[:own] if part != "base_layer") or name
 
 
 def module_grams(sums: SlotAccumulators) -> dict[str, Array]:
