@@ -210,6 +210,7 @@ class Scope:
             self.detach()
             raise
         self._make_room(optimizer)
+        self._collector.settle()
         standing = standing_of(
             optimizer, self._layout, sums, self._waiting, self._halves, self._collector.failure
         )
@@ -376,6 +377,7 @@ class Scope:
         halves, row_meter = self._halves, self._collector.row_meter
         self._collector.sums, self._collector.failure = self._fresh_sums(), None
         self._collector.row_meter = None
+        suspicions, self._collector.suspicions = self._collector.suspicions, []
         self._waiting = {policy: [] for policy in waiting}
         self._halves = self._fresh_halves()
         try:
@@ -383,6 +385,7 @@ class Scope:
         finally:
             self._collector.sums, self._waiting, self._collector.failure = kept, waiting, failure
             self._halves, self._collector.row_meter = halves, row_meter
+            self._collector.suspicions = suspicions
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:

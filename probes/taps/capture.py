@@ -42,6 +42,8 @@ class Collector:
             pass ran where its rows could not be known.
         row_meter: Measures rows one by one; None while nobody asks for that.
         failure: Why collecting stopped; None while all is well.
+        suspicions: Numbers on the device that must be zero, with what it means when they are not.
+        looked_at: The rows whose attention was looked at last.
         seconds: Host time spent on slot gradients inside backward passes.
     """
 
@@ -51,6 +53,8 @@ class Collector:
         self.arrivals: dict[int, set[tuple[RowBatch | None, bool]]] = {}
         self.row_meter: RowMeter | None = None
         self.failure: str | None = None
+        self.suspicions: list[tuple[torch.Tensor, str]] = []
+        self.looked_at: RowBatch | None = None
         self.seconds = 0.0
         self._recomputed: list[RowBatch | None] = []
 
@@ -76,6 +80,17 @@ class Collector:
     def fail(self, message: str) -> None:
         """Stops collecting; the first message is the one that `step` raises."""
         self.failure = self.failure or message
+
+    def suspect(self, bad: torch.Tensor | bool, message: str) -> None:
+        """Keeps what may be wrong, without waiting for the device that knows."""
+        self.suspicions.append((torch.as_tensor(bad), message))
+
+    def settle(self) -> None:
+        """Reads the suspicions; the first that holds is a failure."""
+        for bad, message in self.suspicions:
+            if bool(bad):
+                self.fail(message)
+        self.suspicions.clear()
 
 
 class Tap:

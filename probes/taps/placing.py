@@ -9,6 +9,7 @@ from torch import nn
 
 from gradscope.probes.taps.capture import Collector, place_tap
 from gradscope.probes.taps.fusing import fuse
+from gradscope.probes.taps.mixing import watch_mixing
 from gradscope.probes.taps.pure import place_hooks
 from gradscope.probes.targets import Kind, Layout, Target
 
@@ -34,4 +35,5 @@ def place(model: nn.Module, layout: Layout, collector: Collector) -> list[Handle
     fusion = fuse(model, layout.targets if layout.mode == "fused" else (), collector)
     tapped = [target for target in layout.targets if id(target.module) not in fusion.untapped]
     handles: list[Handle] = [fusion, *(PLACERS[target.claim.kind](target, collector) for target in tapped)]
-    return handles + place_hooks(model, layout.hooked, collector, strict=layout.mode == "pure")
+    handles += place_hooks(model, layout.hooked, collector, strict=layout.mode == "pure")
+    return [*handles, *watch_mixing(model, collector)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gradscope import probes
+from gradscope.errors import ProbeError
 
 UNEVEN = (3, 2, 4, 1)
 
@@ -96,9 +97,74 @@ def test_attention_across_packed_rows_is_wrong(nano):
         packed_loss(model, inputs, weights * mask).backward()
         truth[slot] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    with probes.attach(model, nano.slots) as scope:
+    scope = probes.attach(model, nano.slots)
+    with scope.rows(tags):
+        loss = packed_loss(model, inputs, weights)
+    loss.backward()
+    found = {slot: scope.slot_gradients(slot) for slot in nano.slots}
+    trained = {slot: {name: truth[slot][name] for name in parts} for slot, parts in found.items()}
+    assert nano.gram_error(nano.gram(found), nano.gram(trained)) > 0.01
+    with pytest.raises(ProbeError, match="attend to each other.*the attention mask lets them"):
+        scope.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def ways_to_leak(inputs):
+    ones = torch.ones_like(inputs["input_ids"])
+    there = {"input_ids": inputs["input_ids"]}
+    return {
+        "no position_ids": there,
+        "use_cache=True makes transformers ignore position_ids": there
+        | {"position_ids": inputs["position_ids"]},
+        "position_ids go on where the slot changes": there
+        | {"use_cache": False, "position_ids": torch.arange(ones.shape[1])[None]},
+        "a two-dimensional attention_mask overrides position_ids": there
+        | {"position_ids": inputs["position_ids"], "attention_mask": ones},
+        "cu_seq_lens has no boundary where the slot changes": there
+        | {"position_ids": inputs["position_ids"], "cu_seq_lens_q": torch.tensor([0, ones.shape[1]])},
+        "the attention mask lets them": there
+        | {"attention_mask": torch.ones(1, 1, ones.shape[1], ones.shape[1], dtype=torch.bool).tril()},
+    }
+
+
+@pytest.mark.parametrize("how", list(ways_to_leak({"input_ids": torch.ones(1, 1), "position_ids": None})))
+@pytest.mark.parametrize("lora", [False, True])
+def test_rows_that_attend_to_other_slots_are_refused(nano, how, lora):
+    model, batch = nano.lora() if lora else nano.model(), nano.shuffled(UNEVEN)
+    inputs, weights, tags, _ = packed(nano, batch)
+    leaking = ways_to_leak(inputs)[how]
+    scope = probes.attach(model, nano.slots)
+    with scope.rows(tags):
+        loss = packed_loss(model, leaking, weights)
+    loss.backward()
+    with pytest.raises(ProbeError, match=f"attend to each other .{how}"):
+        scope.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("slot", [None, "generator/1"])
+def test_rows_apart_by_their_positions_are_measured(nano, slot):
+    """As transformers separates them: by positions that start again. Rows of one slot may share more."""
+    model, batch = nano.lora(), nano.shuffled(UNEVEN)
+    inputs, weights, tags, _ = packed(nano, batch)
+    inputs = {key: inputs[key] for key in ("input_ids", "position_ids")} | {"use_cache": False}
+    if slot is not None:
+        tags, inputs = [slot] * len(tags), {"input_ids": inputs["input_ids"]}
+    truth = {}
+    for name in nano.slots:
+        model.zero_grad()
+        mask = torch.tensor([tag == name for tag in tags])
+        packed_loss(model, inputs, weights * mask).backward()
+        truth[name] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    def run(scope):
         with scope.rows(tags):
             loss = packed_loss(model, inputs, weights)
         loss.backward()
-        record = scope.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert nano.gram_error(record.gram, nano.gram(truth)) > 0.01
+        if slot is not None:
+            assert scope.slot_gradients("generator/0").keys() == truth["generator/0"].keys()
+
+    with probes.attach(model, nano.slots) as scope:
+        run(scope)
+        found = {name: scope.slot_gradients(name) for name in nano.slots}
+        scope.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert nano.gradient_error(found, truth) <= 1e-12
