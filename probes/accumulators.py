@@ -195,7 +195,9 @@ class SlotAccumulators:
 
     def gradients(self, slot: int) -> dict[str, torch.Tensor]:
         """Returns copies of one slot's gradients by parameter name; zeros where nothing arrived."""
-        self._open()
+        if self.closed:
+            return {name: torch.zeros_like(p) for name, p in self.policy.covered.items()}
+        self._allocate()
         cells = self.cells.of_slot(slot)
         return {name: self._stacked[id(p)][cells].sum(0) for name, p in self.policy.covered.items()}
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.attribution.account import Account, Result
 from gradscope.probes.attribution.ledger import Ledger
-from gradscope.probes.attribution.rules import Rule, find_rule, underlying
+from gradscope.probes.attribution.rules import Rule, find_rule
 from gradscope.probes.attribution.settings import Attribution
 from gradscope.runfile.update import UpdateRecord
 
@@ -83,7 +83,8 @@ class Attributor:
 
     def expect(self, optimizer: torch.optim.Optimizer, updates: Sequence[Pending]) -> None:
         """Waits for an optimizer that is about to make updates."""
-        optimizer = underlying(optimizer)
+        if not self._settings.enabled:
+            return
         rule = find_rule(optimizer)
         for update in updates:
             name = update.record.policy

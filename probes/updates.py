@@ -1,0 +1,237 @@
+"""The update in progress of every policy: from its first rows until the optimizer stepped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.agreement import Agreed, Standing, agree, standing_of
+from gradscope.probes.attribution.attributor import Attributor, Pending
+from gradscope.probes.attribution.settings import Attribution
+from gradscope.probes.cells import Cells
+from gradscope.probes.distributed import Processes
+from gradscope.probes.evidence.gathering import Gathering
+from gradscope.probes.evidence.settings import Evidence
+from gradscope.probes.halves import Halves, first_half
+from gradscope.probes.record import check_policy_without_rows, make_record
+from gradscope.probes.rows import RowBatch
+from gradscope.probes.scaling import Scales, read_scales
+from gradscope.probes.taps.capture import Collector
+from gradscope.probes.targets import Layout
+from gradscope.runfile.update import UpdateRecord
+
+
+class Updates:
+    """What belongs to the updates that have not been made yet.
+
+    Args:
+        model: The probed model.
+        slots: Slot -> role.
+        layout: What is measured.
+        labels: The declared labels.
+        attribution: How applied changes are attributed.
+        evidence: How often modules and single rows are looked at.
+
+    Attributes:
+        collector: What taps share; holds the sums.
+        processes: The other processes, where there are any.
+        attributor: Follows the optimizers.
+        residuals: Policy -> relative gap of the last update's sum check.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: Mapping[str, str],
+        layout: Layout,
+        *,
+        labels: Sequence[str],
+        attribution: Attribution,
+        evidence: Evidence,
+    ) -> None:
+        self.residuals: dict[str, float] = {}
+        self._slots = tuple(slots)
+        self._labels = tuple(labels)
+        self._layout = layout
+        self._waiting: dict[str, list[RowBatch]] = {policy: [] for policy in layout.policies}
+        self._largest_norm = dict.fromkeys(layout.policies, 0.0)
+        self.processes = Processes(model, layout)
+        self._halves = self._fresh_halves()
+        self._policy_of_slot = {
+            slot: policy.name for policy in layout.policies.values() for slot in policy.slots
+        }
+        self._gathering = Gathering(layout, evidence)
+        self.collector = Collector(self._fresh_sums())
+        self.collector.row_meter = self._gathering.row_meter
+        self.attributor = Attributor(slots, self.collector.sums, attribution)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Policies with rows since their last update."""
+        return tuple(policy for policy, batches in self._waiting.items() if batches)
+
+    def half_of(self, slot: int, problem: Hashable) -> int:
+        """Returns the half of a problem in the update of a slot's policy."""
+        return self._halves[self._policy_of_slot[slot]].of(problem)
+
+    def begin(self, batch: RowBatch, problems: Sequence[Hashable] | None) -> None:
+        """Makes room for the rows of a micro-batch."""
+        if self.collector.row_meter is not None:
+            self._gathering.begin(batch, problems)
+        for name, sums in self.collector.sums.items():
+            if batch.slots.isdisjoint(self._layout.policies[name].slots):
+                continue
+            if sums.closed:
+                self._forget(name)
+            if batch.halved:
+                sums.halve()
+
+    def add(self, batch: RowBatch) -> None:
+        """Counts the rows of a micro-batch in, whose forward pass did not fail."""
+        for name, policy in self._layout.policies.items():
+            if not batch.slots.isdisjoint(policy.slots):
+                self._waiting[name].append(batch)
+
+    @contextmanager
+    def told_to_other_ranks(self) -> Iterator[None]:
+        """Lets what goes wrong in a block on one process end the next step on all: they would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            if self.processes.several:
+                self.collector.fail(str(error))
+            raise
+
+    def find_processes(self) -> None:
+        """Learns with which other processes the work is shared.
+
+        Raises:
+            ProbeError: It is shared in a way that cannot be probed.
+        """
+        reduction = self.processes.find_reduction()
+        for sums in self.collector.sums.values():
+            sums.reduction = reduction
+            sums.eps = max(sums.eps, reduction.eps)
+
+    def stand(self, optimizer: torch.optim.Optimizer) -> Standing:
+        """Returns where this process stands before the step of an optimizer.
+
+        Raises:
+            ProbeError: The optimizer drives no policy, on the only process there is.
+        """
+        self._make_room(optimizer)
+        self.collector.settle()
+        return standing_of(
+            optimizer,
+            self._layout,
+            self.collector.sums,
+            self._waiting,
+            self._halves,
+            self.collector.failure,
+        )
+
+    def close(
+        self,
+        standing: Standing,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> dict[str, UpdateRecord | None]:
+        """Turns the sums of the policies that an optimizer drives into records.
+
+        Returns:
+            Policy -> record; None for a policy without rows.
+
+        Raises:
+            ProbeError: The measurement failed or does not add up to autograd's gradient.
+        """
+        sums = self.collector.sums
+        agreed = agree(standing, self.processes.reduction, sums)
+        ready = [name for name, policy in agreed.items() if policy.announced]
+        for name in agreed if ready else ():
+            if name not in ready:
+                check_policy_without_rows(sums[name])
+        scales = read_scales(scaler, optimizer) if ready else Scales()
+        updates = [self._close(name, optimizer, agreed[name], scales) for name in ready]
+        self.attributor.expect(optimizer, updates)
+        return dict.fromkeys(agreed) | {one.record.policy: one.record for one in updates}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Puts the sums and rows of the updates in progress aside for the duration of a block."""
+        collector = self.collector
+        kept = (collector.sums, collector.failure, collector.row_meter, collector.suspicions)
+        waiting, halves = self._waiting, self._halves
+        collector.sums, collector.failure, collector.row_meter = self._fresh_sums(), None, None
+        collector.suspicions = []
+        self._waiting = {policy: [] for policy in self._waiting}
+        self._halves = self._fresh_halves()
+        try:
+            yield
+        finally:
+            collector.sums, collector.failure, collector.row_meter, collector.suspicions = kept
+            self._waiting, self._halves = waiting, halves
+
+    def clear(self) -> None:
+        """Frees the sums, and lets the optimizers go."""
+        self.attributor.close()
+        self.collector.sums.clear()
+        for batches in self._waiting.values():
+            batches.clear()
+
+    def _close(
+        self, policy: str, optimizer: torch.optim.Optimizer, agreed: Agreed, scales: Scales
+    ) -> Pending:
+        sums = self.collector.sums[policy]
+        sums.rescale(scales)
+        record, summary = make_record(
+            sums,
+            self._waiting[policy],
+            self._slots,
+            optimizer,
+            labels=self._labels,
+            reference_norm=self._largest_norm[policy],
+            agreed=agreed,
+        )
+        if agreed.conflict:
+            self._halves[policy].go_by_name()
+            self.processes.warn(f"gram_cross of an update of policy '{policy}' is NaN: {agreed.conflict}.")
+        self.residuals[policy] = summary.residual
+        self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
+        self._gathering.close(sums, self._waiting[policy], record)
+        self._waiting[policy] = []
+        self._halves[policy].clear()
+        self.collector.arrivals.clear()
+        if scales.sums != 1 and not math.isfinite(summary.grad_norm):
+            record.scalars["skipped"] = 1.0  # the scaler will leave the step out
+        sums.close()
+        return Pending(record, sums, summary.finite_norm)
+
+    def _make_room(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forgets the updates before this one of the policies that an optimizer drives."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, sums in self.collector.sums.items():
+            if sums.closed and any(id(parameter) in held for parameter in sums.policy.covered.values()):
+                self._forget(name)
+
+    def _forget(self, policy: str) -> None:
+        """Makes room for the next update; what the optimizer has not done by now is not attributed."""
+        self.attributor.abandon(policy)
+        self.collector.sums[policy].reset()
+
+    def _fresh_halves(self) -> dict[str, Halves]:
+        return {policy: Halves(first_half()) for policy in self._layout.policies}
+
+    def _fresh_sums(self) -> dict[str, SlotAccumulators]:
+        return {
+            name: SlotAccumulators(
+                policy,
+                Cells(policy.slots, len(self._slots), max(1, len(self._labels))),
+                self.processes.reduction,
+            )
+            for name, policy in self._layout.policies.items()
+        }
