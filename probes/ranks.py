@@ -133,6 +133,14 @@ class Ranks(Reduction):
             return said
         return [one for part in _gather(said, self._copies) for one in part]
 
+    def unanimous(self, vote: bool) -> bool:
+        """Whether every process says yes."""
+        against = torch.tensor(float(not vote), dtype=torch.float64, device=self._device)
+        for group in (self._group, self._copies):
+            if group is not None:
+                distributed.all_reduce(against, group=group)
+        return float(against) == 0
+
     def together(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns; it may fail on one process alone, and then all of them raise.
 
@@ -144,11 +152,7 @@ class Ranks(Reduction):
             result = work()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        failed = torch.tensor(float(bool(failure)), dtype=torch.float64, device=self._device)
-        for group in (self._group, self._copies):
-            if group is not None:
-                distributed.all_reduce(failed, group=group)
-        if float(failed):
+        if not self.unanimous(not failure):
             failures = [(rank, text) for rank, text in enumerate(self.gather(failure)) if text]
             rank, text = failures[0]
             raise ProbeError(f"on rank {rank} of {self.size}: {text}")

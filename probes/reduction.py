@@ -53,6 +53,10 @@ class Reduction:
         """Returns what each process says, in the order of ranks."""
         return [facts]
 
+    def unanimous(self, vote: bool) -> bool:
+        """Whether every process says yes."""
+        return vote
+
     def together(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns; it may fail on one process alone, and then all of them raise."""
         return work()

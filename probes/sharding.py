@@ -62,7 +62,7 @@ def read_shards(model: nn.Module) -> dict[int, Sharded]:
 
 
 def follow_parameters(layout: Layout) -> None:
-    """Brings a layout up to date with the parameters that now stand on the modules.
+    """Brings a layout up to date with the parameters that now stand on the modules; frees those before.
 
     `fully_shard`, and loading a state with `assign=True`, put others in the place of those that were there.
 
@@ -73,7 +73,7 @@ def follow_parameters(layout: Layout) -> None:
     for target in layout.targets:
         for key, parameter in target.parameters.items():
             now[id(parameter)] = _parameter_at(target.module, key, target.name)
-            target.parameters[key] = now[id(parameter)]
+            target.parameters[key] = target.claim.parameters[key] = now[id(parameter)]
     for policy in layout.policies.values():
         for name, parameter in policy.covered.items():
             policy.covered[name] = now.get(id(parameter), parameter)

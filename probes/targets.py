@@ -56,7 +56,7 @@ class Claim:
     """
 
     kind: Kind
-    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     inside: tuple[nn.Module, ...] = ()
     affine: Affine | None = None
 

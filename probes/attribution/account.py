@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.accumulators import Block, SlotAccumulators
 from gradscope.probes.attribution.ledger import Columns, Ledger
 from gradscope.probes.attribution.rules import Move, Rule, groups_of
 from gradscope.probes.segments import Segment, segments_of
@@ -114,18 +114,18 @@ class Account:
         self.optimizer = optimizer
         self._reduction = sums.reduction
         self._moves: dict[Key, Move] = {}
-        self._stretches = list(self._cut(announced=announced))
-        if not ledger.synced:
-            self.resync()
-        self._before = self._look(ledger.previous_square)
+        self._stretches: list[Stretch] = []
+        blocks = sums.local_blocks() if announced else [None] * len(ledger.columns)
+        looked = self._reduction.together(lambda: self._open(blocks))
+        self._before = self._add(looked, 5 + 2 * len(sums.cells))
         self._factor, self._foreign_square = self._compare(reference_norm, usable=usable)
-        ledger.keep_parameters(self._reduction)
 
     def settle(self) -> Result:
         """Moves the momenta and returns what the step came to; call it after the step."""
         num_parts, ledger = self.ledger.num_parts, self.ledger
         size = 2 * num_parts + 4
-        after = self._add([self._move(stretch) for stretch in self._stretches], size * size + 2)
+        moved = self._reduction.together(lambda: [self._move(stretch) for stretch in self._stretches])
+        after = self._add(moved, size * size + 2)
         # One copy to the host for each of the two.
         *squares, drift_square, momentum_square = after.cpu().numpy()
         *dots, factor, foreign_square = (
@@ -171,7 +171,7 @@ class Account:
         self.ledger.carried_weight = 1.0
         self.ledger.synced = True
 
-    def _cut(self, *, announced: bool) -> Iterator[Stretch]:
+    def _cut(self, blocks: Sequence[Block | None]) -> Iterator[Stretch]:
         """Yields the columns that the optimizer is about to move, in stretches."""
         groups, states = groups_of(self.optimizer), self.optimizer.state
         moved = [p for p in self.sums.policy.covered.values() if p in groups and p.grad is not None]
@@ -181,7 +181,6 @@ class Account:
             key: self.rule.move(self.optimizer.param_groups[key[0]], key[1]) for key in set(keys.values())
         }
         num_rows = 4 * self.ledger.num_parts + len(self.sums.cells) + 8
-        blocks = self.sums.local_blocks() if announced else [None] * len(self.ledger.columns)
         for block, columns in zip(blocks, self.ledger.columns, strict=True):
             stop = 0
             for key, run in groupby(
@@ -196,8 +195,17 @@ class Account:
                 ):
                     yield Stretch(columns, None if block is None else block.sums, segment, key)
 
-    def _look(self, previous_square: float) -> torch.Tensor:
-        """Returns in one vector what is to be known of the gradient before the step.
+    def _open(self, blocks: Sequence[Block | None]) -> list[torch.Tensor]:
+        """Does what is this process's own before the step; returns what it looked up."""
+        self._stretches = list(self._cut(blocks))
+        if not self.ledger.synced:
+            self.resync()
+        looked = self._look(self.ledger.previous_square)
+        self.ledger.keep_parameters(self._reduction)
+        return looked
+
+    def _look(self, previous_square: float) -> list[torch.Tensor]:
+        """Returns in vectors, to be added up, what is to be known of the gradient before the step.
 
         |gradient|^2, <gradient, sums>, |sums|^2; |last change|^2, |running mean|^2; products `[C, 2]` of the
         cells with the two.
@@ -223,7 +231,7 @@ class Account:
                     ]
                 )
             )
-        return self._add(parts, 5 + 2 * len(self.sums.cells))
+        return parts
 
     def _compare(self, reference_norm: float, *, usable: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the factor by which the gradient was scaled, and the squared relative norm of the rest.

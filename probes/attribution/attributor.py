@@ -148,7 +148,9 @@ class Attributor:
         for name in moved:
             sums, pending = self._sums[name], self._pending.get(name)
             has_gradient = any(p.grad is not None for p in sums.policy.covered.values())
-            if not has_gradient or (pending is None and name not in self._ledgers):
+            wanted = has_gradient and (pending is not None or name in self._ledgers)
+            announced = sums.reduction.unanimous(wanted and pending is not None)
+            if not announced and not sums.reduction.unanimous(wanted and pending is None):
                 continue
             watched.accounts[name] = Account(
                 self._ledger(name),
@@ -156,7 +158,7 @@ class Attributor:
                 watched.rule,
                 optimizer,
                 reference_norm=0.0 if pending is None else pending.reference_norm,
-                announced=pending is not None,
+                announced=announced,
                 usable=not sums.left_out and not with_closure,
             )
 

@@ -1,0 +1,387 @@
+"""What is checked in each process of a group: see `rank_group.py`. Each check runs on all ranks at once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from conftest import EXACT, SLOTS, Nano
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gradscope import probes
+from gradscope.probes.halves import digest_of
+
+NANO = Nano()
+ROLES = dict(SLOTS)
+HERE = {
+    0: (["generator/0", "aggregator/0", "generator/0", "generator/2"], ["generator/2", "generator/0"]),
+    1: (["generator/2", "generator/1", "generator/1", "generator/0"], ["generator/1", "generator/2"]),
+}
+"""Slots of the rows of each micro-batch: ranks hold different slots, and not the same number of a slot."""
+
+
+def batches_of(rank):
+    return [NANO.batch(slots, seed=10 * rank + number) for number, slots in enumerate(HERE[rank % 2])]
+
+
+def everywhere(world):
+    return [batch for rank in range(world) for batch in batches_of(rank)]
+
+
+def problems_of(rank, batch):
+    """Problems stay on one rank."""
+    return [f"problem {rank}.{row % 3}" for row in range(len(batch.slots))]
+
+
+def loss_of(model, batch, factor=1.0):
+    return NANO.loss(model, batch) * factor
+
+
+def backward_all(scope, model, batches, rank, *, factor, quiet, problems=problems_of):
+    """Runs the micro-batches; gradients are added up over ranks in the last."""
+    for number, batch in enumerate(batches):
+        last = number == len(batches) - 1
+        with contextlib.nullcontext() if last else quiet():
+            with scope.rows(batch.slots, problems(rank, batch), tokens=[1.0] * len(batch.slots)):
+                loss = loss_of(model, batch, factor)
+            loss.backward()
+
+
+def same_on_all_ranks(record):
+    said = [None] * distributed.get_world_size()
+    distributed.all_gather_object(said, record)
+    for other in said:
+        for name in ("gram", "gram_cross", "update_gram", "effect", "attribution_residual"):
+            np.testing.assert_array_equal(
+                np.asarray(getattr(other, name), dtype=float), np.asarray(getattr(record, name), dtype=float)
+            )
+        assert other.coverage == record.coverage
+        for name, values in other.counts.items():
+            np.testing.assert_array_equal(values, record.counts[name])
+        np.testing.assert_equal(other.scalars, record.scalars)
+
+
+def whole_batch(scope, model, batches, world):
+    """The same rows on one process, halved as ranks halve them."""
+    for place, batch in enumerate(batches):
+        rank = place // (len(batches) // world)
+        with scope.rows(batch.slots, problems_of(rank, batch)):
+            loss = NANO.loss(model, batch)
+        loss.backward()
+
+
+def train(kind, wrapped, scope, world, rank, *, quiet, steps=3, mode="auto"):
+    """Compares the records of a few steps with those of one process that has all rows; returns the last."""
+    whole = NANO_MODELS[kind]()
+    batches = everywhere(world)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    with probes.attach(whole, ROLES) as whole_scope:
+        for _ in range(steps):
+            separate = NANO.gram(NANO.separate(whole, batches))
+            backward_all(scope, wrapped, batches_of(rank), rank, factor=world, quiet=quiet)
+            whole_batch(whole_scope, whole, batches, world)
+            record, expected = scope.step(optimizer), whole_scope.step(reference)
+            for model, each in ((wrapped, optimizer), (whole, reference)):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                each.step()
+                each.zero_grad()
+            error = NANO.gram_error(record.gram, separate)
+            assert error <= EXACT, error
+            assert max(scope.residuals.values()) <= EXACT
+            same_on_all_ranks(record)
+            same_as_one_process(record, expected)
+    rows = [sum(batch.slots.count(slot) for batch in batches) for slot in SLOTS]
+    assert record.counts["num_rows"].tolist() == record.counts["num_tokens"].tolist() == rows
+    return record
+
+
+def same_as_one_process(record, expected):
+    assert record.attribution_residual <= 1e-10, record.attribution_residual
+    for name in ("update_gram", "effect"):
+        found, true = getattr(record, name), getattr(expected, name)
+        np.testing.assert_allclose(found, true, rtol=1e-9, atol=1e-10 * np.nanmax(np.abs(true)), err_msg=name)
+    for name in ("grad_norm", "update_norm", "decay_norm", "clip_factor", "learning_rate"):
+        np.testing.assert_allclose(record.scalars[name], expected.scalars[name], rtol=1e-9, err_msg=name)
+    for name in ("dot_previous_update", "dot_ema"):
+        true = expected.counts[name]
+        scale = 0.0 if np.isnan(true).all() else np.nanmax(np.abs(true))
+        np.testing.assert_allclose(record.counts[name], true, rtol=1e-9, atol=1e-9 * scale, err_msg=name)
+
+
+NANO_MODELS = {
+    "lora": lambda: NANO.lora(),
+    "full": lambda: NANO.model(),
+    "untied": lambda: NANO.model(tie_word_embeddings=False),
+}
+
+
+def ddp_lora_attached_before(rank, world):
+    model = NANO.lora()
+    scope = probes.attach(model, ROLES)
+    wrapped = DistributedDataParallel(model)
+    with scope:
+        record = train("lora", wrapped, scope, world, rank, quiet=wrapped.no_sync)
+    return {"residual": record.attribution_residual}
+
+
+def ddp_full_attached_after(rank, world):
+    wrapped = DistributedDataParallel(NANO.model(), static_graph=True, gradient_as_bucket_view=True)
+    with probes.attach(wrapped, ROLES) as scope:
+        train("full", wrapped, scope, world, rank, quiet=contextlib.nullcontext)
+
+
+def shard(model, *, reshard, **options):
+    layers = [module for module in model.modules() if type(module).__name__ == "Qwen3DecoderLayer"]
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    return fully_shard(model, reshard_after_forward=reshard, **options)
+
+
+def quiet_shards(model):
+    @contextlib.contextmanager
+    def quiet():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return quiet
+
+
+def fsdp_lora_attached_before(rank, world):
+    model = NANO.lora()
+    scope = probes.attach(model, ROLES)
+    shard(model, reshard=True)
+    with scope:
+        train("lora", model, scope, world, rank, quiet=quiet_shards(model))
+
+
+def fsdp_full_attached_after(rank, world):
+    model = shard(NANO.model(), reshard=False)
+    with torch.no_grad():  # leaves whole parameters on the root module
+        model(input_ids=batches_of(rank)[0].ids)
+    with probes.attach(model, ROLES) as scope:
+        train("full", model, scope, world, rank, quiet=quiet_shards(model))
+
+
+def summed_per_rank_grams_are_wrong(rank, world):
+    """What each rank could tell from its own gradients, added up, is not the Gram matrix."""
+    model = NANO.lora()
+    own = torch.tensor(NANO.gram(NANO.separate(model, batches_of(rank))))
+    distributed.all_reduce(own)
+    true = NANO.gram(NANO.separate(model, everywhere(world)))
+    error = NANO.gram_error(own.numpy(), true)
+    norms = np.sqrt(np.diag(own.numpy())) / np.sqrt(np.diag(true))
+    assert abs(error - 0.115) < 0.001
+    return {"worst entry over the product of norms": error, "norms over true norms": norms.tolist()}
+
+
+POLICIES = {"generator": "generators", "aggregator": "judge"}
+
+
+def isolated(rank):
+    model = NANO.lora(adapters=("generators", "judge"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    return model
+
+
+def a_policy_without_rows_on_a_rank(rank, world):
+    """Rank 1 has no aggregator: it takes part in that policy's reduction with nothing."""
+    model = isolated(rank)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    own = {
+        "generators": ["generator/0", "generator/2"] if rank == 0 else ["generator/1"],
+        "judge": ["aggregator/0"] * 2,
+    }
+    expected = {}
+    whole = isolated(rank)
+    for policy in own:
+        activate(whole, policy)
+        batches = [
+            NANO.batch(slots, seed=place)
+            for place, slots in enumerate(
+                [["generator/0", "generator/2"], ["generator/1"]]
+                if policy == "generators"
+                else [["aggregator/0"] * 2]
+            )
+        ]
+        expected[policy] = NANO.gram(NANO.separate(whole, batches))
+    with probes.attach(wrapped, ROLES, POLICIES) as scope:
+        for policy, slots in own.items():
+            activate(model, policy)
+            batch = NANO.batch(slots, seed=rank if policy == "generators" else 0)
+            if policy == "judge" and rank == 1:
+                loss = wrapped(input_ids=batch.ids).logits.sum() * 0.0  # takes part, announces nothing
+            else:
+                with scope.rows(slots, ["p"] * len(slots) if rank == 0 else None):
+                    loss = loss_of(wrapped, batch, world)
+            loss.backward()
+        records = scope.step(optimizer)
+    assert [record.policy for record in records] == ["generators", "judge"]
+    for record in records:
+        same_on_all_ranks(record)
+        there = ~np.isnan(np.diag(record.gram))
+        assert there.tolist() == [policy_of(slot) == record.policy for slot in SLOTS]
+        places = np.ix_(there, there)
+        assert NANO.gram_error(record.gram[places], expected[record.policy][places]) <= EXACT
+
+
+def policy_of(slot):
+    return POLICIES[ROLES[slot]]
+
+
+def activate(model, policy):
+    model.set_adapter(policy)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+
+
+def reference_cross(model, batches, halves):
+    """Products of the rows of one half with those of the other, from separate backwards."""
+    by_half = []
+    for half in (0, 1):
+        parts = [
+            batch.take([row for row, found in enumerate(own) if found == half])
+            for batch, own in zip(batches, halves, strict=True)
+        ]
+        gradients = NANO.separate(model, [part for part in parts if part.slots])
+        by_half.append(
+            torch.stack([torch.cat([g.flatten() for g in found.values()]) for found in gradients.values()])
+        )
+    a, b = by_half
+    return (a @ b.T + b @ a.T).numpy()
+
+
+def problems_that_stay_on_a_rank(rank, world):
+    """The first problem of rank 0 goes to the first half, that of rank 1 to the other."""
+    model = NANO.lora()
+    wrapped = DistributedDataParallel(model)
+    slots = ["generator/0", "generator/0", "aggregator/0"]
+    problems = {0: ["a", "b", "b"], 1: ["c", "c", "d"]}
+    halves = {0: [0, 1, 1], 1: [1, 1, 0]}
+    with probes.attach(wrapped, ROLES) as scope:
+        with scope.rows(slots, problems[rank]):
+            loss = loss_of(wrapped, NANO.batch(slots, seed=rank), world)
+        loss.backward()
+        record = scope.step(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    same_on_all_ranks(record)
+    whole = NANO.lora()
+    expected = reference_cross(whole, [NANO.batch(slots, seed=r) for r in (0, 1)], [halves[0], halves[1]])
+    there = [0, 3]
+    assert np.isnan(record.gram_cross[1]).all()
+    np.testing.assert_allclose(
+        record.gram_cross[np.ix_(there, there)], expected[np.ix_(there, there)], rtol=1e-10
+    )
+
+
+def problems_spread_over_ranks(rank, world):
+    """The first update has no cross products, and says so; from the second on names decide."""
+    wrapped = DistributedDataParallel(NANO.lora())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    slots = ["generator/0", "generator/1", "generator/0", "generator/1"]
+    said, measured = [], []
+    with probes.attach(wrapped, ROLES) as scope:
+        for step in range(4):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                problems = [f"{step}-{number}" for number in (0, 1, 2, 3)]
+                with scope.rows(slots, problems):
+                    loss = loss_of(wrapped, NANO.batch(slots, seed=rank), world)
+                loss.backward()
+                record = scope.step(optimizer)
+                said += [str(warning.message) for warning in caught]
+                wrapped.zero_grad()
+            same_on_all_ranks(record)
+            measured.append(not np.isnan(record.gram_cross).all())
+            if step:
+                halves = [digest_half(step, problem) for problem in problems]
+                expected = reference_cross(
+                    NANO.lora(), [NANO.batch(slots, seed=r) for r in range(world)], [halves] * world
+                )
+                there = ~np.isnan(record.gram_cross)
+                np.testing.assert_allclose(record.gram_cross[there], expected[there], rtol=1e-10)
+    assert not measured[0]
+    assert any(measured[1:])
+    assert (rank == 0) == any("spread over processes" in text for text in said)
+
+
+def digest_half(step, problem):
+    return (digest_of((step, problem)) or 0) % 2
+
+
+def step_fails_everywhere(scope, optimizer, *, match):
+    with pytest.raises(probes.ProbeError, match=re.escape(match)):
+        scope.step(optimizer)
+    assert not scope.attached
+
+
+def a_failure_on_one_rank_ends_all(rank, world):
+    """However one rank fails, all raise at the step, none waits, and training goes on."""
+    model = NANO.lora()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    slots = ["generator/0", "aggregator/0"]
+    batch = NANO.batch(slots, seed=rank)
+
+    scope = probes.attach(wrapped, ROLES)  # an unknown slot on one rank
+    with pytest.raises(probes.ProbeError) if rank == 1 else contextlib.nullcontext():  # noqa: SIM117
+        with scope.rows(["generator/0", "nobody" if rank == 1 else "aggregator/0"]):
+            pass
+    loss = loss_of(wrapped, batch)
+    loss.backward()
+    step_fails_everywhere(scope, optimizer, match=f"on rank 1 of {world}: rows(): unknown slot 'nobody'")
+    optimizer.step()
+    optimizer.zero_grad()
+
+    scope = probes.attach(wrapped, ROLES)  # a wrong number of rows on one rank
+    with scope.rows(slots if rank else [*slots, *slots]):
+        loss = loss_of(wrapped, batch)
+    loss.backward()
+    step_fails_everywhere(scope, optimizer, match=f"on rank 0 of {world}: ")
+    optimizer.zero_grad()
+
+    scope = probes.attach(wrapped, ROLES)  # another optimizer on one rank
+    with scope.rows(slots):
+        loss = loss_of(wrapped, batch)
+    loss.backward()
+    stranger = torch.optim.SGD(NANO.lora().parameters(), lr=0.1)
+    step_fails_everywhere(
+        scope, stranger if rank else optimizer, match=f"on rank 1 of {world}: step(): the optimizer holds"
+    )
+    optimizer.zero_grad()
+
+    scope = probes.attach(wrapped, ROLES)  # gradients that somebody touched on one rank only
+    with scope.rows(slots):
+        loss = loss_of(wrapped, batch)
+    loss.backward()
+    if rank == 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 2
+    step_fails_everywhere(scope, optimizer, match="miss autograd's gradient")
+    optimizer.zero_grad()
+
+    with probes.attach(wrapped, ROLES) as scope:  # and all is well again
+        with scope.rows(slots):
+            loss = loss_of(wrapped, batch)
+        loss.backward()
+        same_on_all_ranks(scope.step(optimizer))
+
+
+def nothing_announced_keeps_the_scope(rank, world):
+    wrapped = DistributedDataParallel(NANO.lora())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with probes.attach(wrapped, ROLES) as scope:
+        NANO.loss(wrapped, batches_of(rank)[0]).backward()
+        optimizer.zero_grad()
+        with pytest.raises(probes.ProbeError, match="no rows of policy"):
+            scope.step(optimizer)
+        assert scope.attached
