@@ -57,7 +57,7 @@ def add_factors(
         totals: Whether to return what all blocks add up to.
 
     Returns:
-        The sum over blocks of each parameter's gradient, in the type of the sums; None without `totals`.
+        The sum over blocks of each parameter's gradient; None without `totals`.
     """
     span, fresh = into.receive([factors.parameter for factors in layer])
     if cut.order is not None:
@@ -177,7 +177,9 @@ def _one_by_one(
 
 
 def _split(total_P: torch.Tensor, layer: Sequence[Factors]) -> list[torch.Tensor]:
-    found, start = [], 0
+    found, start, dtype = [], 0, layer[0].parameter.dtype
+    if total_P.dtype != dtype:
+        total_P = total_P.to(dtype)  # all at once: the parameters of a layer are mostly of one type
     for parameter, _, _ in layer:
         stop = start + parameter.numel()
         found.append(total_P[start:stop].view(parameter.shape))
