@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from gradscope.errors import ProbeError
-from gradscope.probes.attaching import Mode, attach
+from gradscope.probes.attaching import attach
+from gradscope.probes.attribution import Attribution
+from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.examples import Rows
 from gradscope.probes.routing import route_slots
 from gradscope.probes.scope import Scope
+from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.update import UpdateRecord
@@ -29,13 +32,17 @@ class Plan:
     Attributes:
         slots: Slot -> role.
         policies: Role or slot -> policy; None sends all to the active adapter.
-        mode: As for `probes.attach`.
+        mode: As for `probes.attach`, like `attribution` and `evidence`.
+        attribution: How applied changes are attributed.
+        evidence: How often modules and single rows are looked at.
         writer: A run directory, opened for the training and resumed with it, or an open writer.
     """
 
     slots: Mapping[str, str]
     policies: Mapping[str, str] | None = None
     mode: Mode = "auto"
+    attribution: Attribution | None = None
+    evidence: Evidence | None = None
     writer: RunWriter | str | Path
 
 
@@ -88,7 +95,14 @@ class Session:
         """
         plan = self.plan
         routing = route_slots(model, plan.slots, plan.policies)
-        scope = attach(model, plan.slots, plan.policies, mode=plan.mode)
+        scope = attach(
+            model,
+            plan.slots,
+            plan.policies,
+            mode=plan.mode,
+            attribution=plan.attribution,
+            evidence=plan.evidence,
+        )
         try:
             if training.writes:
                 self._writer = _writer(plan, routing, training)

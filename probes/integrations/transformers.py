@@ -21,11 +21,13 @@ import transformers
 from torch.utils.data import IterableDataset
 
 from gradscope.errors import ProbeError
-from gradscope.probes.attaching import Mode
+from gradscope.probes.attribution import Attribution
+from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.accelerate import check_gradients
 from gradscope.probes.integrations.callback import StepWriter
 from gradscope.probes.integrations.examples import Column, RowSource
 from gradscope.probes.integrations.session import Plan, Session, Training
+from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 
 KEY = "gradscope_rows"
@@ -43,6 +45,8 @@ def instrument(
     row_id_of: Column | None = None,
     policies: Mapping[str, str] | None = None,
     mode: Mode = "auto",
+    attribution: Attribution | None = None,
+    evidence: Evidence | None = None,
     accuracy: str = "accuracy",
 ) -> Target:
     """Returns the trainer with its class's training measured, or a class whose trainers are.
@@ -59,6 +63,8 @@ def instrument(
         row_id_of: Column or function that gives the name of a row.
         policies: Role or slot -> policy; None sends all to the active adapter.
         mode: As for `probes.attach`.
+        attribution: As for `probes.attach`.
+        evidence: As for `probes.attach`.
         accuracy: Evaluation metric that is a fraction of right answers.
 
     Raises:
@@ -66,7 +72,14 @@ def instrument(
             column that is missing, or an unknown slot in it.
     """
     source = RowSource(slots=slots, slot_of=slot_of, problem_of=problem_of, row_id_of=row_id_of)
-    plan = Plan(slots=slots, policies=policies, mode=mode, writer=writer)
+    plan = Plan(
+        slots=slots,
+        policies=policies,
+        mode=mode,
+        attribution=attribution,
+        evidence=evidence,
+        writer=writer,
+    )
     return probed(trainer, MeasuredTrainer, source, plan, base=transformers.Trainer, accuracy=accuracy)
 
 
@@ -153,6 +166,7 @@ class MeasuredTrainer(transformers.Trainer):
     gradscope_session: Session
     gradscope_loss: torch.Tensor | None
     gradscope_evaluated: dict[str, int]
+    data_collator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import torch
 import trl
 
-from gradscope.probes.attaching import Mode
+from gradscope.probes.attribution import Attribution
+from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.examples import Column, Rows, RowSource, hashable
 from gradscope.probes.integrations.grpo_loss import loss_weights
 from gradscope.probes.integrations.replies import Reply, mean_reward, reply_metrics
@@ -30,6 +31,7 @@ from gradscope.probes.integrations.session import Plan
 from gradscope.probes.integrations.tokens import TokenPass, token_means
 from gradscope.probes.integrations.transformers import MeasuredTrainer, probed
 from gradscope.probes.integrations.trl_head import tapped_head
+from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 
 PLACE = "gradscope_place"
@@ -51,6 +53,8 @@ def instrument(
     row_id_of: Column | None = None,
     policies: Mapping[str, str] | None = None,
     mode: Mode = "auto",
+    attribution: Attribution | None = None,
+    evidence: Evidence | None = None,
     accuracy: str = "reward",
 ) -> Target:
     """Returns the trainer with its class's training measured, or a class whose trainers are.
@@ -68,6 +72,8 @@ def instrument(
         row_id_of: Column or function that gives the name of a row; by default generation and place.
         policies: Role or slot -> policy; None sends all to the active adapter.
         mode: As for `probes.attach`.
+        attribution: As for `probes.attach`.
+        evidence: As for `probes.attach`.
         accuracy: Evaluation metric that is a fraction of right answers: `reward` where rewards are 0 or 1.
 
     Raises:
@@ -75,7 +81,14 @@ def instrument(
             that hides gradients; a column that is missing, or an unknown slot in it.
     """
     source = RowSource(slots=slots, slot_of=slot_of, problem_of=problem_of, row_id_of=row_id_of)
-    plan = Plan(slots=slots, policies=policies, mode=mode, writer=writer)
+    plan = Plan(
+        slots=slots,
+        policies=policies,
+        mode=mode,
+        attribution=attribution,
+        evidence=evidence,
+        writer=writer,
+    )
     return probed(trainer, MeasuredGRPO, source, plan, base=trl.GRPOTrainer, accuracy=accuracy)
 
 
@@ -211,7 +224,8 @@ class MeasuredGRPO(MeasuredTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if torch.is_grad_enabled():
-            self.gradscope_pass = tuple(None if one is None else one.detach() for one in found[:2])
+            logprobs, entropy = found[:2]
+            self.gradscope_pass = (logprobs.detach(), None if entropy is None else entropy.detach())
         return found
 
     def _gradscope_tokens(self, inputs: Mapping[str, Any]) -> TokenPass:

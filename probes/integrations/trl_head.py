@@ -41,7 +41,7 @@ def tapped_head(scope: Scope, model: nn.Module, inputs: Mapping[str, Any]) -> It
         model: The model as the trainer holds it.
         inputs: The micro-batch as TRL's loss gets it, rows `[B, T]` in two parts.
     """
-    head = model.get_output_embeddings()
+    head = head_of(model)
     collector = scope._collector
     covered = {
         name: (parameter, sums)
@@ -59,6 +59,11 @@ def tapped_head(scope: Scope, model: nn.Module, inputs: Mapping[str, Any]) -> It
         yield
     finally:
         setattr(trl_utils, FUNCTION, own)
+
+
+def head_of(model: Any) -> Any:
+    """Returns the language-model head of a model of transformers, adapted or not."""
+    return model.get_output_embeddings()
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,15 @@ class TappedHead:
 
 @dataclass(frozen=True)
 class Again:
-    """What it takes to run the head again on some positions."""
+    """What it takes to run the head again on some positions.
+
+    Attributes:
+        tap: Who asks.
+        batch: The micro-batch.
+        weight: The head's weight as the forward pass used it.
+        bias: Its bias.
+        settings: What else TRL's function takes.
+    """
 
     tap: TappedHead
     batch: RowBatch
@@ -128,62 +141,71 @@ class Again:
     bias: torch.Tensor | None
     settings: tuple[Any, ...]
 
-    def collect(
-        self,
-        places: Sequence[int],
-        hidden_ND: torch.Tensor,
-        labels_N: torch.Tensor,
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
+    def collect(self, arrived: Arrived) -> None:
         """Adds each cell's gradient of the weight and the bias; never raises."""
         collector = self.tap.collector
         if collector.failure is not None:
             return
         begin = time.perf_counter()
         try:
-            positions = self.tap.positions(len(hidden_ND), len(self.batch))
-            for cell in dict.fromkeys(self.batch.cell_N):
-                if cell != UNTAGGED:
-                    rows = [row for row, own in enumerate(self.batch.cell_N) if own == cell]
-                    chosen = torch.tensor(
-                        [at for row in rows for at in positions[row]], device=hidden_ND.device
-                    )
-                    parts = [None if g is None else g[chosen] for g in gradients]
-                    self._add(cell, places, hidden_ND[chosen], labels_N[chosen], parts)
+            self._add(arrived, self.batch, {name: sums for name, (_, sums) in self.tap.covered.items()})
+            if collector.row_meter is not None:
+                collector.row_meter.add(
+                    self.batch,
+                    [parameter for parameter, _ in self.tap.covered.values()],
+                    lambda rows, into: self._add(arrived, rows, dict.fromkeys(self.tap.covered, into)),
+                )
         except Exception as error:  # raised by step(), never inside a backward
             collector.fail(str(error) if isinstance(error, ProbeError) else f"TRL's fused head: {error!r}")
         collector.seconds += time.perf_counter() - begin
 
-    def _add(
-        self,
-        cell: int,
-        places: Sequence[int],
-        hidden_ND: torch.Tensor,
-        labels_N: torch.Tensor,
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
+    def _add(self, arrived: Arrived, batch: RowBatch, sums_of: Mapping[str, SlotAccumulators]) -> None:
+        """Adds the gradients to the cells of a division of the rows."""
+        positions = self.tap.positions(len(arrived.hidden), len(batch))
+        for cell in dict.fromkeys(batch.cell_N):
+            if cell == UNTAGGED or not any(cell in sums.cells.local for sums in sums_of.values()):
+                continue
+            rows = [row for row, own in enumerate(batch.cell_N) if own == cell]
+            found = self._gradients(arrived.take([at for row in rows for at in positions[row]]))
+            for name, gradient in found.items():
+                sums = sums_of[name]
+                sums.note_precision(arrived.hidden.dtype)
+                sums.separate(self.tap.covered[name][0])[sums.cells.local[cell]].add_(gradient)
+
+    def _gradients(self, arrived: Arrived) -> dict[str, torch.Tensor]:
         leaves = {"weight": self.weight, "bias": self.bias}
-        wanted = {name: leaves[name].detach().requires_grad_() for name in self.tap.covered}  # type: ignore[union-attr]
+        wanted = {
+            name: leaf.detach().requires_grad_()
+            for name, leaf in leaves.items()
+            if leaf is not None and name in self.tap.covered
+        }
         with torch.enable_grad():
-            outputs = self.tap.function.apply(
-                hidden_ND,
-                wanted.get("weight", self.weight),
-                wanted.get("bias", self.bias),
-                labels_N,
-                *self.settings,
-            )
-        pairs = [
-            (outputs[place], gradient)
-            for place, gradient in zip(places, gradients, strict=True)
-            if gradient is not None
-        ]
+            weight, bias = ({**leaves, **wanted}[name] for name in leaves)
+            outputs = self.tap.function.apply(arrived.hidden, weight, bias, arrived.labels, *self.settings)
+        pairs = [(outputs[place], gradient) for place, gradient in arrived.gradients.items()]
         found = torch.autograd.grad([one for one, _ in pairs], list(wanted.values()), [g for _, g in pairs])
-        for name, gradient in zip(wanted, found, strict=True):
-            parameter, sums = self.tap.covered[name]
-            sums.note_precision(gradient.dtype)
-            sums.note_precision(hidden_ND.dtype)
-            if cell in sums.cells.local:
-                sums.separate(parameter)[sums.cells.local[cell]].add_(gradient)
+        return dict(zip(wanted, found, strict=True))
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What the head was given, and the gradients that came back to its outputs, by their place.
+
+    Attributes:
+        hidden: Features, `[N, D]`.
+        labels: The tokens whose log-probabilities the head gives, `[N]`.
+        gradients: Place of an output -> gradient `[N]`.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    gradients: Mapping[int, torch.Tensor]
+
+    def take(self, positions: Sequence[int]) -> Arrived:
+        """Returns the same at some positions."""
+        chosen = torch.tensor(positions, device=self.hidden.device)
+        gradients = {place: gradient[chosen] for place, gradient in self.gradients.items()}
+        return Arrived(self.hidden[chosen], self.labels[chosen], gradients)
 
 
 class _Identity(torch.autograd.Function):
@@ -205,6 +227,9 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        if any(gradient is not None for gradient in gradients):
-            ctx.again.collect(ctx.places, *ctx.saved_tensors, gradients)
+        pairs = zip(ctx.places, gradients, strict=True)
+        found = {place: gradient.detach() for place, gradient in pairs if gradient is not None}
+        if found:
+            hidden_ND, labels_N = ctx.saved_tensors
+            ctx.again.collect(Arrived(hidden_ND, labels_N, found))
         return (None, None, None, None, *gradients)

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import ProbeError
-from gradscope.probes.attaching import Mode
+from gradscope.probes.attribution import Attribution
+from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.examples import Column, RowSource
 from gradscope.probes.integrations.session import Plan
 from gradscope.probes.integrations.verl_loops import ActorLoop, EngineLoop, Loop
+from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 
 
@@ -36,6 +38,8 @@ def instrument(
     row_id_of: Column | None = None,
     policies: Mapping[str, str] | None = None,
     mode: Mode = "auto",
+    attribution: Attribution | None = None,
+    evidence: Evidence | None = None,
     last_step: int = 0,
 ) -> Loop:
     """Measures the updates of a worker from now on; `close()` of what is returned ends that.
@@ -51,6 +55,8 @@ def instrument(
         row_id_of: Column or function that gives the name of a row; by default its number.
         policies: Role or slot -> policy; None sends all to the active adapter.
         mode: As for `probes.attach`.
+        attribution: As for `probes.attach`.
+        evidence: As for `probes.attach`.
         last_step: Training step of the checkpoint that the worker goes on from.
 
     Raises:
@@ -58,7 +64,14 @@ def instrument(
             FSDP 1, sequence parallelism, fp16, fused kernels with a trained head.
     """
     source = RowSource(slots=slots, slot_of=slot_of, problem_of=problem_of, row_id_of=row_id_of)
-    plan = Plan(slots=slots, policies=policies, mode=mode, writer=writer)
+    plan = Plan(
+        slots=slots,
+        policies=policies,
+        mode=mode,
+        attribution=attribution,
+        evidence=evidence,
+        writer=writer,
+    )
     inner = _innermost(worker)
     if all(hasattr(inner, name) for name in EngineLoop.needs):
         return EngineLoop(inner, source, plan, last_step=last_step)

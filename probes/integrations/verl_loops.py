@@ -123,7 +123,7 @@ class EngineLoop(Loop):
         """Checks that slots can be told apart."""
         super().check()
         if getattr(self.holder.engine_config, "use_fused_kernels", False):
-            head = self.model.get_output_embeddings()
+            head = self.holder.module.get_output_embeddings()
             if head is not None and any(p.requires_grad for p in head.parameters()):
                 raise ProbeError(
                     "instrument(): use_fused_kernels multiplies by the head's weight without calling the "

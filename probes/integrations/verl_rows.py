@@ -104,7 +104,7 @@ def _examples(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the entries of each row that are no tensors."""
     columns = {}
     for key in batch.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-        value = batch.get(key)
+        value: Any = batch.get(key)
         if not isinstance(value, torch.Tensor) and hasattr(value, "tolist"):
             columns[key] = value.tolist()
     num_rows = len(_rows_of(batch["response_mask"]))

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from gradscope import cli, diagnose, open_run
 from gradscope.errors import ProbeError
+from gradscope.probes import Evidence
 from gradscope.probes.integrations import trl as integration
 from gradscope.probes.integrations.trl import instrument
 from gradscope.train.assets.model import build_model
@@ -88,9 +89,15 @@ def make(folder, *, lora, trainer=GRPOTrainer, **arguments):
     )
 
 
-def probed(folder, *, lora, **arguments):
-    trainer = make(folder / "out", lora=lora, **arguments)
-    return instrument(trainer, slots=SLOTS, slot_of="who", problem_of="problem", writer=folder / "run")
+def probed(folder, *, lora, evidence=None, **arguments):
+    return instrument(
+        make(folder / "out", lora=lora, **arguments),
+        slots=SLOTS,
+        slot_of="who",
+        problem_of="problem",
+        writer=folder / "run",
+        evidence=evidence,
+    )
 
 
 def weights(trainer):
@@ -133,7 +140,7 @@ class Replay(GRPOTrainer):
         self.add_callback(Keep())
 
     def _compute_loss(self, model, inputs):
-        self.updates[-1][1].append({key: value for key, value in inputs.items() if key != integration.PLACE})
+        self.updates[-1][1].append(dict(inputs))
         return super()._compute_loss(model, inputs)
 
 
@@ -143,34 +150,42 @@ def slots_of(inputs):
     return [list(SLOTS)[int(text.rstrip(">")[-1])] for text in texts]
 
 
-def separate(kept, trainer):
-    """Slot -> gradient of TRL's own loss, of all but the slot's rows masked, at the weights of the update."""
+def at_update(kept, trainer):
+    """Sets a trainer to the weights of an update; returns what its loss was given, place by place, apart."""
     parameters, micro_batches = kept
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(parameters[name])
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    gradients = []
-    for slot in SLOTS:
-        trainer.model.zero_grad(set_to_none=True)
-        for inputs in micro_batches:
-            own = torch.tensor([name == slot for name in slots_of(inputs)]).long()
-            mask = own[:, None].expand_as(inputs["completion_mask"])
-            if own.any():
-                trainer._compute_loss(trainer.model, {**inputs, "tool_mask": mask}).backward()
-        named = [p for p in trainer.model.parameters() if p.requires_grad]
-        gradients.append(
-            torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in named]).double()
-        )
-    flat = torch.stack(gradients)
-    return (flat @ flat.T).numpy()
+    places = [inputs[integration.PLACE].tolist() for inputs in micro_batches]
+    own = [
+        {key: value for key, value in inputs.items() if key != integration.PLACE} for inputs in micro_batches
+    ]
+    return list(zip(own, places, strict=True))
+
+
+def gradient(micro_batches, trainer, keep):
+    """The gradient of TRL's own loss with the tokens of all but some rows masked."""
+    trainer.model.zero_grad(set_to_none=True)
+    for inputs, places in micro_batches:
+        names = slots_of(inputs)
+        own = torch.tensor([keep(name, place) for name, place in zip(names, places, strict=True)]).long()
+        mask = own[:, None].expand_as(inputs["completion_mask"])
+        if own.any():
+            trainer._compute_loss(trainer.model, {**inputs, "tool_mask": mask}).backward()
+    named = [p for p in trainer.model.parameters() if p.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in named]).double()
 
 
 def gram_errors(trainer, plain, run):
     errors = []
     for found, kept in zip(run["updates"]["gram"].values, trainer.updates, strict=True):
-        expected = separate(kept, plain)
+        given = at_update(kept, plain)
+        flat = torch.stack(
+            [gradient(given, plain, lambda name, _, slot=slot: name == slot) for slot in SLOTS]
+        )
+        expected = (flat @ flat.T).numpy()
         norms = np.sqrt(np.diag(expected))
         seen = norms > 0
         assert np.isfinite(found[np.ix_(seen, seen)]).all()
@@ -199,6 +214,23 @@ def test_slots_follow_their_rows_through_shuffle_split_and_reuse(tmp_path, lora,
             assert own["num_signal_rows"] == (advantages[slots == slot] > 0).sum()
             assert float(own["advantage_abs_sum"]) == pytest.approx(advantages[slots == slot].sum())
         assert float(update["loss_weight"].sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_single_rows_are_measured_with_the_head_that_trl_fuses(tmp_path, lora):
+    evidence = Evidence(rows_every=1, sketch_dim=0)
+    trainer = probed(tmp_path, lora=lora, evidence=evidence, trainer=Replay, max_steps=1)
+    trainer.train()
+    plain = make(tmp_path / "plain", lora=lora)
+    given = at_update(trainer.updates[0], plain)
+    rows = open_run(tmp_path / "run")["rows"].to_dataset()
+    assert rows.sizes["row"] == 12
+    norms = dict(zip(rows["row_id"].values.tolist(), rows["grad_norm"].values.tolist(), strict=True))
+    largest = max(norms.values())
+    for row_id, found in norms.items():
+        place = int(row_id.removeprefix("0."))
+        expected = float(gradient(given, plain, lambda _, at, place=place: at == place).norm())
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5 * largest)
 
 
 def test_rows_that_lose_their_place_would_be_seen(tmp_path, monkeypatch):
