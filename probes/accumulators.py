@@ -194,20 +194,12 @@ class SlotAccumulators:
         return not self.seen
 
     def gradients(self, slot: int) -> dict[str, torch.Tensor]:
-<<<<<<< /tmp/land.theirs
         """Returns copies of one slot's gradients by parameter name; zeros where nothing arrived.
 
         They are those of this process's rows, of the whole parameters.
         """
         self._allocate()
         cells = [] if self.closed else self.cells.of_slot(slot)
-=======
-        """Returns copies of one slot's gradients by parameter name; zeros where nothing arrived."""
-        if self.closed:
-            return {name: torch.zeros_like(p) for name, p in self.policy.covered.items()}
-        self._allocate()
-        cells = self.cells.of_slot(slot)
->>>>>>> /tmp/land.mine
         return {name: self._stacked[id(p)][cells].sum(0) for name, p in self.policy.covered.items()}
 
     def rescale(self, scales: Scales) -> None:
