@@ -80,8 +80,8 @@ class Dialect:
         """Returns a function from key to meaning, which keeps what it has once found.
 
         Args:
-            role_pattern: Regular expression with a group `role`; where it is found in a key, the rest of the
-                key is looked up without that part.
+            role_pattern: Regular expression with a group `role`; where it is found in a key, the key is
+                looked up without the role, and if nobody knows that, without all that was found.
 
         Raises:
             ConfigError: The pattern is none, or has no such group.
@@ -116,15 +116,21 @@ def _role_finder(pattern: str) -> re.Pattern[str]:
 def _meaning(
     key: str, rules: list[tuple[re.Pattern[str], Meaning]], finder: re.Pattern[str] | None
 ) -> Meaning:
-    labels: dict[str, str] = {}
     found = finder.search(key) if finder else None
-    if found and found["role"]:
-        labels["role"] = found["role"]
-        start, end = found.span("role")
-        key = re.sub(r"//+", "/", key[:start] + key[end:]).strip("/")
+    if found is None or not found["role"]:
+        return _looked_up(key, rules)
+    for start, end in (found.span("role"), found.span()):
+        rest = re.sub(r"//+", "/", key[:start] + key[end:]).strip("/")
+        meaning = _looked_up(rest, rules)
+        if meaning.metric:
+            return replace(meaning, labels={**meaning.labels, "role": found["role"]})
+    return UNKNOWN
+
+
+def _looked_up(key: str, rules: list[tuple[re.Pattern[str], Meaning]]) -> Meaning:
     for pattern, meaning in rules:
         match = pattern.fullmatch(key)
         if match:
             groups = {name: value for name, value in match.groupdict().items() if value is not None}
-            return replace(meaning, labels={**meaning.labels, **groups, **labels})
+            return replace(meaning, labels={**meaning.labels, **groups})
     return UNKNOWN

@@ -49,7 +49,7 @@ def scores_of(segment: Segment, read: Reader, *, num_total: int | None, source: 
     Args:
         segment: With the rows that hold evaluations.
         read: Key to meaning.
-        num_total: Problems of every evaluation that is logged as a fraction.
+        num_total: Problems of every evaluation that is logged without their number.
         source: Where it is from, for messages.
 
     Raises:
@@ -72,6 +72,8 @@ def scores_of(segment: Segment, read: Reader, *, num_total: int | None, source: 
                 else:
                     _count(score, entry, num_total, source)
             if not math.isnan(score.num_correct):
+                if num_total is not None and math.isnan(score.num_total):
+                    score.num_total = float(num_total)
                 counted.append(_checked(score, source))
     return Scores(counted, tuple(fractions))
 
@@ -104,6 +106,11 @@ def _count(score: Score, entry: Entry, num_problems: int, source: str) -> None:
 
 
 def _checked(score: Score, source: str) -> Score:
+    if math.isnan(score.num_total):
+        raise DataError(
+            f"{source}: {score.num_correct:g} right at step {score.step}, but not of how many. Say it with "
+            "--num-total."
+        )
     if not 0 <= score.num_correct <= score.num_total:
         raise DataError(
             f"{source}: {score.num_correct:g} right of {score.num_total:g} at step {score.step} cannot be."
