@@ -8,6 +8,7 @@ halves are wrapped while a scope is attached.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -19,15 +20,16 @@ from gradscope.probes.taps.capture import Collector
 ATTRIBUTE = "_gradscope_rows"
 """Where a checkpoint node keeps the rows of each scope."""
 
-_collectors: list[Collector] = []
-"""Those of the scopes attached now; torch's class is one for the whole process."""
+_collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
+"""Those of the scopes attached now; torch's class is one for the whole process. A scope that is dropped with
+its model is not kept."""
 
 _originals: dict[str, Any] = {}
 
 
 def bind_checkpointing(collector: Collector) -> Callable[[], None]:
     """Wraps torch's checkpoint function for a scope; returns what undoes it."""
-    if not _collectors:
+    if not _originals:
         _originals.update({half: vars(CheckpointFunction)[half] for half in ("forward", "backward")})
         wrapped = {
             "forward": _remembering(CheckpointFunction.forward),
@@ -35,14 +37,12 @@ def bind_checkpointing(collector: Collector) -> Callable[[], None]:
         }
         for half, function in wrapped.items():
             setattr(CheckpointFunction, half, staticmethod(function))
-    _collectors.append(collector)
+    _collectors.add(collector)
 
     def undo() -> None:
-        if collector in _collectors:
-            _collectors.remove(collector)
-            if not _collectors:
-                for half, original in _originals.items():
-                    setattr(CheckpointFunction, half, original)
+        _collectors.discard(collector)
+        while not _collectors and _originals:
+            setattr(CheckpointFunction, *_originals.popitem())
 
     return undo
 

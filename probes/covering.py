@@ -52,10 +52,10 @@ def find_targets(model: nn.Module, routing: Mapping[str, str], mode: Mode) -> La
         policy: _policy(policy, routing, owners, reasons, hooked)
         for policy in dict.fromkeys(routing.values())
     }
-    for policy in policies.values():
-        if not policy.covered:
+    for found in policies.values():
+        if not found.covered:
             raise ProbeError(
-                f"attach(): policy '{policy.name}' has no trainable parameter that can be covered."
+                f"attach(): policy '{found.name}' has no trainable parameter that can be covered."
             )
     tapped = {
         id(parameter): owner

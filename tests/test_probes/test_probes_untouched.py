@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradscope import probes
 
 UNEVEN = (3, 2, 4, 1)
+KINDS = ("lora", "lora on embeddings", "lora with bias", "full")
 
 
 def kinds(nano, dtype):
     return {
         "lora": lambda: nano.lora(dtype=dtype, lora_dropout=0.2).train(),
+        "lora on embeddings": lambda: nano.lora(
+            dtype=dtype,
+            lora_dropout=0.1,
+            model=nano.model(dtype=dtype, tie_word_embeddings=False),
+            target_modules=["embed_tokens", "q_proj", "lm_head"],
+        ).train(),
+        "lora with bias": lambda: nano.lora(
+            dtype=dtype,
+            model=nano.model(dtype=dtype, attention_bias=True),
+            target_modules=["q_proj", "o_proj"],
+            lora_bias=True,
+        ).train(),
         "full": lambda: nano.model(dtype=dtype, attention_bias=True).train(),
     }
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_bitwise_equal(nano, kind):
     batches = [nano.shuffled(UNEVEN, seed=seed) for seed in range(2)]
 
@@ -36,20 +52,20 @@ def test_gradients_are_bitwise_equal(nano, kind):
         return [p.grad for p in model.parameters() if p.requires_grad], torch.rand(3)
 
     (plain, plain_random), (probed, probed_random) = gradients(False), gradients(True)
-    assert len(plain) == len(probed) > 10
+    assert len(plain) == len(probed) >= 8
     assert all(torch.equal(a, b) for a, b in zip(plain, probed, strict=True))
     assert torch.equal(plain_random, probed_random)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_weights_after_twenty_steps_are_bitwise_equal(nano, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_after_fifty_steps_are_bitwise_equal(nano, kind):
     def train(probed):
         model = kinds(nano, torch.float32)[kind]()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         scope = probes.attach(model, nano.slots) if probed else None
         torch.manual_seed(6)
         grams = []
-        for step in range(20):
+        for step in range(50):
             batch = nano.shuffled(UNEVEN, seed=step)
             if scope is None:
                 nano.loss(model, batch).backward()
@@ -64,33 +80,66 @@ def test_weights_after_twenty_steps_are_bitwise_equal(nano, kind):
 
     (plain, _), (probed, grams) = train(False), train(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, probed, strict=True))
-    assert len(grams) == 20
+    assert len(grams) == 50
     assert (grams[0] != grams[-1]).any()
 
 
-def test_detach_leaves_the_model_as_it_was(nano):
-    model = nano.lora()
+def state_of(model):
+    """All that a model holds: the attributes of every module, hooks included, and of every parameter."""
+    modules = {
+        name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }
+    hooks = {name: dict(p._backward_hooks or {}) for name, p in model.named_parameters()}
+    return modules, hooks, vars(CheckpointFunction)["forward"], vars(CheckpointFunction)["backward"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "observe", "pure", "fused"])
+@pytest.mark.parametrize("leaving", ["detach", "failure"])
+def test_detach_leaves_the_model_as_it_was(nano, mode, leaving):
+    model = nano.lora(target_modules=["q_proj", "down_proj"])
     nano.checkpoint(model, reentrant=False)
-    batch = nano.batch(["generator/0", "aggregator/0"])
-    layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
-    functions = [layer._gradient_checkpointing_func for layer in layers]
-    hooks = [list(module._forward_hooks.items()) for module in model.modules()]
-    before = nano.row_losses(model, batch)
-    scope = probes.attach(model, nano.slots)
-    assert [list(module._forward_hooks.items()) for module in model.modules()] != hooks
-    assert torch.equal(nano.row_losses(model, batch), before)
-    scope.detach()
-    scope.detach()
+    batch = nano.batch(["generator/0", "generator/0"])
+    before, losses = state_of(model), nano.row_losses(model, batch)
+    scope = probes.attach(model, nano.slots, mode=mode)
+    assert state_of(model) != before
+    assert torch.allclose(nano.row_losses(model, batch), losses, rtol=1e-12)
+    with scope.rows(batch.slots):
+        nano.loss(model, batch).backward()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    if leaving == "detach":
+        scope.step(optimizer)
+        scope.detach()
+        scope.detach()
+    else:
+        model.zero_grad()
+        with pytest.raises(probes.ProbeError):
+            scope.step(optimizer)
     assert not scope.attached
-    assert [list(module._forward_hooks.items()) for module in model.modules()] == hooks
-    assert not any(module._forward_hooks_with_kwargs for module in model.modules())
-    assert [layer._gradient_checkpointing_func for layer in layers] == functions
-    after = nano.row_losses(model, batch)
-    assert torch.equal(after, before)
-    assert type(after.grad_fn) is type(before.grad_fn)
+    after = state_of(model)
+    assert after[0].keys() == before[0].keys()
+    for name, attributes in before[0].items():
+        assert after[0][name] == attributes, name
+    assert after[1:] == before[1:]
+    again = nano.row_losses(model, batch)
+    assert torch.equal(again, losses)
+    assert type(again.grad_fn) is type(losses.grad_fn)
     with pytest.raises(probes.ProbeError, match="the scope is detached"), scope.rows(batch.slots):
         pass
     probes.attach(model, nano.slots).detach()
+
+
+def test_two_scopes_may_leave_in_any_order(toy):
+    """torch's checkpoint function is one for the whole process."""
+    gc.collect()  # scopes of other tests that went with their models
+    probes.attach(toy.model(), toy.slots).detach()
+    original = vars(CheckpointFunction)["backward"]
+    assert original.__func__.__module__ == "torch.utils.checkpoint"
+    first, second = (probes.attach(toy.model(), toy.slots) for _ in range(2))
+    first.detach()
+    assert vars(CheckpointFunction)["backward"] is not original
+    second.detach()
+    assert vars(CheckpointFunction)["backward"] is original
 
 
 def test_in_place_operations_after_a_tapped_layer_still_work():
