@@ -59,7 +59,8 @@ def roster(meanings: Iterable[Meaning], dialect: Dialect, log: ForeignLog) -> Ro
     slots: dict[str, str] = {**log.said("slots"), **{role: role for role in dialect.roles}}
     known: dict[str, str] = log.said("policies")
     models: dict[str, None] = {}
-    for meaning in meanings:
+    # Inner products name every slot of a policy, in the writer's order; other numbers may leave some out.
+    for meaning in sorted(meanings, key=lambda meaning: "slot_b" not in meaning.labels):
         role, slot, policy = (meaning.labels.get(name, "") for name in ("role", "slot", "policy"))
         if "dataset" in meaning.labels:
             continue  # an evaluation's role may be one without a row of its own

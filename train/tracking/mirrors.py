@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,7 +79,7 @@ class Mirrors:
                 from_step=from_step,
                 about=about,
             )
-            self._guarded(name, from_step or 0, lambda exporter=exporter, target=target: exporter(target))
+            self._guarded(name, from_step or 0, partial(exporter, target))
 
     def __enter__(self) -> Mirrors:
         return self
@@ -94,14 +95,12 @@ class Mirrors:
     def step(self, step: int, records: Sequence[UpdateRecord], metrics: Mapping[str, Any]) -> None:
         """Tells of one training step."""
         for name, sink in list(self._sinks.items()):
-            self._guarded(name, step, lambda sink=sink: self._log_step(sink, step, records, metrics))
+            self._guarded(name, step, partial(self._log_step, sink, step, records, metrics))
 
     def evaluation(self, step: int, row: Mapping[str, Any]) -> None:
         """Tells of one evaluation; `row` has its columns in `/eval`."""
         for name, sink in list(self._sinks.items()):
-            self._guarded(
-                name, step, lambda sink=sink: sink.log(step, evaluation_values(row), wall_time=present())
-            )
+            self._guarded(name, step, partial(_log_evaluation, sink, step, row))
 
     def flush(self, step: int) -> None:
         """Makes what was told readable, as a checkpoint does."""
@@ -136,3 +135,7 @@ class Mirrors:
         if made is not None:
             self._sinks[name] = made
             self.run_ids[name] = made.run_id
+
+
+def _log_evaluation(sink: Sink, step: int, row: Mapping[str, Any]) -> None:
+    sink.log(step, evaluation_values(row), wall_time=present())
