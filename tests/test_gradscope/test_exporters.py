@@ -1,6 +1,9 @@
 """Runs go out and come back: equal where the format holds what the run holds, in values where it does not."""
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -160,6 +163,24 @@ def test_wandb_gets_an_axis_of_its_own(run):
     np.testing.assert_array_equal(
         [losses[step] for step in range(1, 8)], gradscope.open_run(run)["train"]["loss"]
     )
+
+
+@pytest.mark.slow
+def test_wandb_itself_takes_what_we_log(run, tmp_path):
+    pytest.importorskip("wandb")
+    script = (
+        "from gradscope.exporters.exporting import export_run\n"
+        f"print(export_run({str(run)!r}, 'wandb', project='mine').where)\n"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert kept.stem.removeprefix("run-") == done.stdout.strip().removeprefix("mine/")
+    assert kept.stat().st_size > 1000
 
 
 def test_names(tmp_path):

@@ -159,6 +159,28 @@ def test_trackio_project_written_by_its_own_library(tmp_path, trackio_folder):
     assert any("only numbers rows" in note for note in made.notes)
 
 
+def test_a_run_exported_to_trackio_goes_on_there_and_comes_back(tmp_path, trackio_folder):
+    from gradscope.exporters.sink import Target
+    from gradscope.exporters.trackio import Exporter
+
+    _, folder = trackio_folder
+    about = {"slots": {"a/0": "left"}, "policies": {"a/0": "p"}}
+    first = Exporter(Target(path=tmp_path, project="mine", name="run", about=about))
+    for step in (1, 2, 3):
+        first.log(step, {"train/a/0/reward_mean": step / 3, "updates/p/grad_norm": 1.0})
+    first.close()
+    place = {"path": tmp_path, "project": "mine", "about": about}
+    again = Exporter(Target(name="x", run_id=first.run_id, from_step=1, **place))
+    for step in (2, 3):
+        again.log(step, {"train/a/0/reward_mean": 0.25})
+    again.close()
+    made, run = opened(folder / "mine.db", tmp_path)
+    assert run["train"]["reward_mean"].sel(slot="a/0").values.tolist() == [1 / 3, 0.25, 0.25]
+    # Told by the tracker's configuration, not by the slot's name.
+    assert run["slot_role"].values.tolist() == ["left"]
+    assert (made.dialect, made.num_segments) == ("own", 2)
+
+
 class RecordedRun:
     """What `wandb.Api().run(path)` returns, with recorded rows; `history` would sample, and is not there."""
 
