@@ -65,10 +65,10 @@ def cut_rows(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int
         numbers: Parameters of the layer: what one block's product comes to.
     """
     small = numbers * GPU_BLOCKS <= GPU_BLOCK_NUMBERS
-    key = (cells, device, tokens, small)
+    key = (cells, device, tokens, numbers if device.type == "cpu" else small)
     if key not in batch.cuts:
         batch.cuts[key] = (
-            cut_for_cpu(batch, cells, tokens=tokens)
+            cut_for_cpu(batch, cells, tokens=tokens, numbers=numbers)
             if device.type == "cpu"
             else cut_for_gpu(batch, cells, device, tokens=tokens, small=small)
         )
@@ -83,10 +83,10 @@ class _Plan:
     padded: list[bool] | None
 
 
-def cut_for_cpu(batch: RowBatch, cells: Cells, *, tokens: int) -> Cut:
+def cut_for_cpu(batch: RowBatch, cells: Cells, *, tokens: int, numbers: int) -> Cut:
     """Equal blocks in place where runs are long enough; else one block a run, or a cell for short runs."""
     place_N = _places(batch, cells)
-    return _finish(_plan_for_cpu(place_N, tokens), place_N, len(cells), torch.device("cpu"))
+    return _finish(_plan_for_cpu(place_N, tokens, numbers), place_N, len(cells), torch.device("cpu"))
 
 
 def cut_for_gpu(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int, small: bool) -> Cut:
@@ -99,15 +99,19 @@ def _places(batch: RowBatch, cells: Cells) -> list[int]:
     return [cells.local.get(cell, -1) for cell in batch.cell_N]
 
 
-def _plan_for_cpu(place_N: Sequence[int], tokens: int) -> _Plan:
+def _plan_for_cpu(place_N: Sequence[int], tokens: int, numbers: int) -> _Plan:
     runs = _runs(place_N)
     rows = math.gcd(*(stop - start for _, start, stop in runs))
-    if -1 not in place_N and rows * tokens >= BLOCK_TOKENS:
+    # Blocks that are products of their own, against rows that are copied so that each cell is one product; a
+    # layer of that many numbers is at least twice their root wide.
+    spare = len(place_N) // rows - len(set(place_N))
+    few = spare * numbers <= 2 * len(place_N) * tokens * math.sqrt(numbers)
+    if -1 not in place_N and rows * tokens >= BLOCK_TOKENS and few:
         bounds = [(start, start + rows) for start in range(0, len(place_N), rows)]
         return _Plan(bounds, [place_N[start] for start, _ in bounds], None, None)
     order = None
     in_order = len(runs) == len(set(place_N))
-    if not in_order and len(place_N) * tokens < LONG_RUN_TOKENS * len(runs):
+    if not in_order and (not few or len(place_N) * tokens < LONG_RUN_TOKENS * len(runs)):
         order = sorted(range(len(place_N)), key=place_N.__getitem__)
         runs = _runs([place_N[row] for row in order])
     kept = [(place, start, stop) for place, start, stop in runs if place >= 0]
