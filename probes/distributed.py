@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradscope.errors import ProbeError
 from gradscope.probes.ranks import Cut, Ranks
 from gradscope.probes.reduction import Reduction
-from gradscope.probes.sharding import Sharded, follow_parameters, is_sharded, read_shards, show_shards
+from gradscope.probes.sharding import Followed, Sharded, is_sharded, read_shards, show_shards
 from gradscope.probes.targets import Layout
 
 
@@ -95,6 +95,7 @@ class Processes:
         self.reduction = Reduction()
         self._model = model
         self._layout = layout
+        self._followed = Followed(model, layout)
         self._wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
         self._handle = model.register_forward_pre_hook(self._notice)
         self._warned: set[str] = set()
@@ -113,13 +114,9 @@ class Processes:
         Raises:
             ProbeError: They were taken away.
         """
-        target = self._layout.targets[0] if self._layout.targets else None
-        if target is None or isinstance(self.reduction, Shards):
-            return
-        key, parameter = next(iter(target.parameters.items()))
-        if target.module._parameters.get(key, parameter) is not parameter or not target.module._parameters:
+        if not isinstance(self.reduction, Shards) and self._followed.replaced:
             show_shards(self._model)
-            follow_parameters(self._layout)
+            self._followed.update()
 
     def find_reduction(self) -> Reduction:
         """Returns how this process's sums become those of the update.

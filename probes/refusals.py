@@ -44,6 +44,12 @@ def _refuse_batch_statistics(name: str, module: nn.Module) -> None:
         )
 
 
+_FLATTENING = {
+    "FullyShardedDataParallel": "FSDP1 flattens parameters, so that no module holds its own",
+    "DeepSpeedEngine": "DeepSpeed keeps gradients to itself",
+}
+"""Wrappers after which parameters have no gradients of their own."""
+
 _MEGATRON = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding")
 """Layers whose weight is one shard of a larger one."""
 
@@ -51,6 +57,12 @@ _MEGATRON = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbeddin
 def _refuse_foreign_paths(name: str, module: nn.Module) -> None:
     """Refuses layers that compute gradients where neither autograd nor a tap sees the slots apart."""
     cls = type(module)
+    if cls.__name__ in _FLATTENING or any(hasattr(p, "ds_id") for p in module._parameters.values()):
+        why = _FLATTENING.get(cls.__name__, "DeepSpeed ZeRO-3 partitions parameters")
+        raise ProbeError(
+            f"attach(): '{name}' ({cls.__name__}) cannot be probed: {why}. Use fully_shard (FSDP2) or "
+            "DistributedDataParallel."
+        )
     if cls.__module__.startswith("megatron.") or cls.__name__ in _MEGATRON:
         raise ProbeError(
             f"attach(): '{name}' ({cls.__name__}) is a tensor-parallel layer of Megatron, of which every "

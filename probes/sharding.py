@@ -61,36 +61,56 @@ def read_shards(model: nn.Module) -> dict[int, Sharded]:
     return found
 
 
-def follow_parameters(layout: Layout) -> None:
-    """Brings a layout up to date with the parameters that now stand on the modules; frees those before.
+class Followed:
+    """The parameters of a layout, whichever object now stands in the place of each on its module."""
 
-    `fully_shard`, and loading a state with `assign=True`, put others in the place of those that were there.
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._layout = layout
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        for policy in layout.policies.values():
+            for name, parameter in (policy.covered | policy.uncovered).items():
+                path, _, key = name.rpartition(".")
+                self._places[name] = (model.get_submodule(path), key)
+                self._shapes[name] = parameter.shape
 
-    Raises:
-        ProbeError: A parameter is gone, as FSDP1 takes it away.
-    """
-    now: dict[int, nn.Parameter] = {}
-    for target in layout.targets:
-        for key, parameter in target.parameters.items():
-            now[id(parameter)] = _parameter_at(target.module, key, target.name)
-            target.parameters[key] = target.claim.parameters[key] = now[id(parameter)]
-    for policy in layout.policies.values():
-        for name, parameter in policy.covered.items():
-            policy.covered[name] = now.get(id(parameter), parameter)
+    @property
+    def replaced(self) -> bool:
+        """Whether others stand in the place of the parameters, told by the first that is no vector."""
+        policy = next(iter(self._layout.policies.values()))
+        matrices = (name for name in policy.covered if len(self._shapes[name]) > 1)
+        name = next(matrices, next(iter(policy.covered)))
+        module, key = self._places[name]
+        now = module._parameters.get(key)
+        return now is not policy.covered[name] or now.shape != self._shapes[name]
 
+    def update(self) -> None:
+        """Brings the layout up to date; what stood there before is freed.
 
-def _parameter_at(module: nn.Module, key: str, name: str) -> nn.Parameter:
-    *path, last = key.split(".")
-    for part in path:
-        module = getattr(module, part)
-    holder = module._parameters if isinstance(module, nn.Module) else {}
-    parameter = holder.get(last)
-    if parameter is None:
-        raise ProbeError(
-            f"'{name}' has no parameter '{key}' any more; FullyShardedDataParallel (FSDP1) takes parameters "
-            "off their modules and cannot be probed. Use fully_shard (FSDP2) or DistributedDataParallel."
-        )
-    return parameter
+        `fully_shard` replaces parameters, and so does loading a state with `assign=True`.
+
+        Raises:
+            ProbeError: A parameter is gone, as FSDP1 takes it away.
+        """
+        now: dict[int, nn.Parameter] = {}
+        for policy in self._layout.policies.values():
+            for parameters in (policy.covered, policy.uncovered):
+                for name, parameter in parameters.items():
+                    parameters[name] = now[id(parameter)] = self._find(name)
+        for target in self._layout.targets:
+            for parameters in (target.parameters, target.claim.parameters):
+                for key, parameter in parameters.items():
+                    parameters[key] = now.get(id(parameter), parameter)
+
+    def _find(self, name: str) -> nn.Parameter:
+        module, key = self._places[name]
+        parameter = module._parameters.get(key)
+        if parameter is None or parameter.shape != self._shapes[name]:
+            raise ProbeError(
+                f"'{name}' is no parameter of its own any more; FullyShardedDataParallel (FSDP1) flattens "
+                "parameters and cannot be probed. Use fully_shard (FSDP2) or DistributedDataParallel."
+            )
+        return parameter
 
 
 def _units(model: nn.Module) -> Iterator[Any]:

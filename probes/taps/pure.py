@@ -9,12 +9,11 @@ slots the parameter is left out of the update.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gradscope.errors import ProbeError
 from gradscope.probes.rows import RowBatch
@@ -23,9 +22,16 @@ from gradscope.probes.taps.whole import add_whole, slots_of
 from gradscope.probes.targets import Hooked
 
 
+class Handle(Protocol):
+    """Takes off again what was put on."""
+
+    def remove(self) -> None:
+        """Takes it off; the model is as it was before."""
+
+
 def place_hooks(
     model: nn.Module, hooked: Iterable[Hooked], collector: Collector, *, strict: bool
-) -> list[RemovableHandle]:
+) -> list[Handle]:
     """Puts hooks on parameters, and marks on the outputs of the modules that hold them.
 
     Args:
@@ -34,18 +40,53 @@ def place_hooks(
         collector: What the hooks share.
         strict: Whether a backward that mixes slots is a failure; else the parameter is left out.
     """
-    hooked = list(hooked)
-    holders = _holders(model, {id(one.parameter) for one in hooked})
-    handles: list[RemovableHandle] = [
-        module.register_forward_hook(Mark(collector, outermost=module is model), with_kwargs=True)
-        for module in holders
+    placed = {
+        id(one.parameter): Placed(one.parameter, _hook(one, collector, strict=strict)) for one in hooked
+    }
+    handles: list[Handle] = [
+        module.register_forward_hook(
+            Mark(collector, _own(module, placed), outermost=module is model), with_kwargs=True
+        )
+        for module in _holders(model, placed.keys())
     ]
-    for one in hooked:
-        handles.append(one.parameter.register_hook(_hook(one, collector, strict=strict)))
-    return handles
+    return [*handles, *placed.values()]
 
 
-def _holders(model: nn.Module, wanted: set[int]) -> list[nn.Module]:
+class Placed:
+    """A hook on a parameter, which goes along when another tensor takes the parameter's place.
+
+    FSDP2 computes with whole parameters that stand on the modules during forward passes only.
+    """
+
+    def __init__(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+        self._tensor: torch.Tensor = parameter
+        self._hook = hook
+        self._handle = parameter.register_hook(hook)
+
+    def follow(self, tensor: torch.Tensor | None) -> None:
+        """Moves to the tensor that a forward pass used."""
+        if tensor is not None and tensor is not self._tensor and tensor.requires_grad:
+            self._handle.remove()
+            self._tensor, self._handle = tensor, tensor.register_hook(self._hook)
+
+    def remove(self) -> None:
+        """Takes the hook off."""
+        self._handle.remove()
+
+
+def _own(module: nn.Module, placed: Mapping[int, Placed]) -> list[tuple[nn.Module, str, Placed]]:
+    """Returns the hooked parameters of a module, those of its parameter dictionaries included."""
+    parts = (nn.ParameterDict, nn.ParameterList)
+    holders = [module, *(child for child in module.children() if isinstance(child, parts))]
+    return [
+        (holder, key, placed[id(parameter)])
+        for holder in holders
+        for key, parameter in holder._parameters.items()
+        if id(parameter) in placed
+    ]
+
+
+def _holders(model: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
     """Returns the modules that hold one of the parameters, directly or further inside."""
     return [
         module
@@ -57,8 +98,11 @@ def _holders(model: nn.Module, wanted: set[int]) -> list[nn.Module]:
 class Mark:
     """Forward hook that lets the outputs of a module say, in the backward, from which rows they are."""
 
-    def __init__(self, collector: Collector, *, outermost: bool) -> None:
+    def __init__(
+        self, collector: Collector, own: Sequence[tuple[nn.Module, str, Placed]], *, outermost: bool
+    ) -> None:
         self.collector = collector
+        self.own = own
         self.outermost = outermost
 
     @torch.compiler.disable
@@ -70,6 +114,8 @@ class Mark:
             rows.see(next(shapes, ()))  # rows count whether or not a backward comes
         if not torch.is_grad_enabled():
             return
+        for holder, key, placed in self.own:
+            placed.follow(holder._parameters.get(key))
         if rows is not None:
             rows.tapped = True
         for tensor in _tensors(output):
@@ -131,7 +177,7 @@ def _take(one: Hooked, collector: Collector, gradient: torch.Tensor, *, strict: 
             "each slot. Call backward() for each micro-batch, or use mode 'auto'."
         )
     into.note_precision(gradient.dtype)
-    add_whole(into, one.parameter, batches, gradient)
+    add_whole(into, into.policy.covered[one.name], batches, gradient)
 
 
 def check_one_slot(batch: RowBatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import EXACT, SLOTS, Nano
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscope import probes
@@ -76,7 +77,7 @@ def whole_batch(scope, model, batches, world):
         loss.backward()
 
 
-def train(kind, wrapped, scope, world, rank, *, quiet, steps=3, mode="auto"):
+def train(kind, wrapped, scope, world, rank, *, quiet, steps=3, factor=None):
     """Compares the records of a few steps with those of one process that has all rows; returns the last."""
     whole = NANO_MODELS[kind]()
     batches = everywhere(world)
@@ -85,7 +86,7 @@ def train(kind, wrapped, scope, world, rank, *, quiet, steps=3, mode="auto"):
     with probes.attach(whole, ROLES) as whole_scope:
         for _ in range(steps):
             separate = NANO.gram(NANO.separate(whole, batches))
-            backward_all(scope, wrapped, batches_of(rank), rank, factor=world, quiet=quiet)
+            backward_all(scope, wrapped, batches_of(rank), rank, factor=factor or world, quiet=quiet)
             whole_batch(whole_scope, whole, batches, world)
             record, expected = scope.step(optimizer), whole_scope.step(reference)
             for model, each in ((wrapped, optimizer), (whole, reference)):
@@ -160,6 +161,25 @@ def fsdp_lora_attached_before(rank, world):
     shard(model, reshard=True)
     with scope:
         train("lora", model, scope, world, rank, quiet=quiet_shards(model))
+
+
+def fused_layers(rank, world):
+    """Nodes that hand autograd the sum of the slots, under both ways to share the work."""
+    wrapped = DistributedDataParallel(NANO.lora())
+    with probes.attach(wrapped, ROLES, mode="fused") as scope:
+        train("lora", wrapped, scope, world, rank, quiet=wrapped.no_sync, steps=2)
+    for kind, reshard in (("lora", True), ("full", False)):
+        model = NANO_MODELS[kind]()
+        scope = probes.attach(model, ROLES, mode="fused")
+        shard(model, reshard=reshard)
+        with scope:
+            train(kind, model, scope, world, rank, quiet=quiet_shards(model), steps=2)
+
+
+def fsdp_full_attached_to_shards(rank, world):
+    model = shard(NANO.model(), reshard=True)
+    with probes.attach(model, ROLES) as scope:
+        train("full", model, scope, world, rank, quiet=quiet_shards(model), steps=2)
 
 
 def fsdp_full_attached_after(rank, world):
@@ -385,3 +405,139 @@ def nothing_announced_keeps_the_scope(rank, world):
         with pytest.raises(probes.ProbeError, match="no rows of policy"):
             scope.step(optimizer)
         assert scope.attached
+
+
+def pure_micro_batches(rank, world):
+    """Hooks on parameters see a backward of one slot; under FSDP2 they sit on the whole parameters."""
+    own = {0: ["generator/0", "aggregator/0"], 1: ["generator/2", "generator/0"]}
+    batches = {r: [NANO.batch([slot] * 2, seed=10 * r + n) for n, slot in enumerate(own[r])] for r in own}
+    for sharded in (False, True):
+        for attached_before in (False, True):
+            model = NANO.lora(use_dora=True, target_modules=["q_proj", "down_proj"])
+            expected = NANO.gram(NANO.separate(model, [*batches[0], *batches[1]]))
+            wrap = (lambda m: shard(m, reshard=True)) if sharded else DistributedDataParallel
+            wrapped = None if attached_before else wrap(model)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scope = probes.attach(model, ROLES)
+            wrapped = wrapped or wrap(model)
+            optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+            quiet = quiet_shards(model) if sharded else wrapped.no_sync
+            with scope:
+                backward_all(scope, wrapped, batches[rank], rank, factor=world, quiet=quiet)
+                record = scope.step(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert record.coverage == ()
+                there = ~np.isnan(np.diag(record.gram))
+                assert (
+                    NANO.gram_error(record.gram[np.ix_(there, there)], expected[np.ix_(there, there)])
+                    <= EXACT
+                )
+                assert record.attribution_residual <= 1e-10
+                mixed = NANO.batch(["generator/0", "generator/2"], seed=rank)
+                with scope.rows(mixed.slots if rank == 0 else ["generator/0"] * 2):
+                    loss = loss_of(wrapped, mixed)
+                loss.backward()
+                record = scope.step(optimizer)
+                same_on_all_ranks(record)
+                assert len(record.coverage) == 4
+                assert all("magnitude" in name for name in record.coverage)
+
+
+def other_ways_to_shard(rank, world):
+    """Along another axis, with a divisor of one's own, and adding up in bfloat16."""
+    along_columns = {
+        "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else None
+    }
+    model = shard(NANO.lora(), reshard=True, **along_columns)
+    model.set_gradient_divide_factor(1.0)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    with probes.attach(model, ROLES) as scope:
+        train("lora", model, scope, world, rank, quiet=quiet_shards(model), steps=2, factor=1.0)
+    model = shard(
+        NANO.lora(dtype=torch.float32),
+        reshard=True,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    )
+    whole = NANO.gram(NANO.separate(NANO.lora(dtype=torch.float32), everywhere(world)))
+    with probes.attach(model, ROLES) as scope:
+        backward_all(scope, model, batches_of(rank), rank, factor=world, quiet=quiet_shards(model))
+        record = scope.step(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        same_on_all_ranks(record)
+        assert NANO.gram_error(record.gram, whole) < 5e-2  # the forward pass is in bfloat16 too
+        assert 1e-6 < scope.residuals["default"] < 2e-2
+
+
+def ways_that_are_refused(rank, world):
+    """Each in one line on every rank, with nothing left waiting."""
+    optimizer_of = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+    batch = batches_of(rank)[0]
+
+    model = NANO.lora()  # gradients averaged by hand
+    scope = probes.attach(model, ROLES)
+    with scope.rows(batch.slots):
+        loss = loss_of(model, batch)
+    loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            distributed.all_reduce(parameter.grad)
+    step_fails_everywhere(scope, optimizer_of(model), match="averaged before step()")
+
+    wrapped = DistributedDataParallel(NANO.lora())
+    scope = probes.attach(wrapped, ROLES)
+    with wrapped.join():
+        with scope.rows(batch.slots):
+            loss = loss_of(wrapped, batch)
+        loss.backward()
+        step_fails_everywhere(scope, optimizer_of(wrapped), match="DistributedDataParallel.join()")
+
+    model = NANO.lora()  # a root that is not sharded
+    for layer in model.modules():
+        if type(layer).__name__ == "Qwen3DecoderLayer":
+            fully_shard(layer)
+            break
+    scope = probes.attach(model, ROLES)
+    with scope.rows(batch.slots):
+        loss = loss_of(model, batch)
+    loss.backward()
+    step_fails_everywhere(scope, optimizer_of(model), match="trained but not sharded")
+
+    for original in (False, True):
+        model = NANO.model()
+        scope = probes.attach(model, ROLES)
+        whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
+        with pytest.raises(probes.ProbeError, match="FSDP1"), scope.rows(batch.slots):
+            pass
+        scope.detach()
+        with pytest.raises(probes.ProbeError, match="FSDP1"):
+            probes.attach(whole, ROLES)
+
+
+def verification(rank, world):
+    """Wrong slots of one rank's rows are seen on every rank."""
+    wrapped = DistributedDataParallel(NANO.lora())
+    batch = batches_of(rank)[0]
+    with probes.attach(wrapped, ROLES) as scope:
+
+        def losses(slots):
+            def loss_of_rows(mask):
+                with scope.rows(slots):
+                    losses = NANO.row_losses(wrapped, batch)
+                return (losses * mask).sum()
+
+            return loss_of_rows
+
+        found = scope.verify(losses(batch.slots), batch.slots)
+        assert found.relative_error <= EXACT
+        said = [None] * world
+        distributed.all_gather_object(said, found)
+        assert len(set(said)) == 1
+        rolled = batch.slots if rank else [*batch.slots[1:], batch.slots[0]]
+        with pytest.raises(probes.ProbeError, match="differs by"):
+            scope.verify(losses(rolled), batch.slots, slot="generator/0")
+        backward_all(scope, wrapped, batches_of(rank), rank, factor=1.0, quiet=wrapped.no_sync)
+        same_on_all_ranks(scope.step(torch.optim.SGD(wrapped.parameters(), lr=0.1)))
