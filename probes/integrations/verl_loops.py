@@ -14,7 +14,7 @@ from gradscope.errors import ProbeError
 from gradscope.probes.integrations.examples import RowSource
 from gradscope.probes.integrations.replies import Reply, mean_reward, reply_metrics
 from gradscope.probes.integrations.session import Plan, Session, Training
-from gradscope.probes.integrations.verl_rows import read_micro_batch
+from gradscope.probes.integrations.verl_rows import REWARDS, read_micro_batch
 
 
 class Loop:
@@ -61,6 +61,11 @@ class Loop:
             raise ProbeError(
                 "instrument(): Ulysses sequence parallelism splits rows between processes; set "
                 "ulysses_sequence_parallel_size=1."
+            )
+        if getattr(self.holder, "use_prefix_grouper", False):
+            raise ProbeError(
+                "instrument(): use_prefix_grouper lets rows of several slots share a prompt, whose "
+                "gradient then belongs to none of them; set actor.use_prefix_grouper=False."
             )
         if getattr(self.holder, "scaler", None) is not None:
             raise ProbeError(
@@ -134,15 +139,11 @@ class EngineLoop(Loop):
         if not torch.is_grad_enabled():
             return own(micro_batch, *args, **kwargs)
         packed = bool(_plain(micro_batch, "use_remove_padding", default=True))
-        total = int(micro_batch["input_ids"].offsets()[-1])
-        return self.announced(
-            own,
-            micro_batch,
-            *args,
-            packed=packed,
-            padding=self.holder._get_packed_pad_size(total) if packed else 0,
-            **kwargs,
-        )
+        pad_size = getattr(self.holder, "_get_packed_pad_size", None)  # since verl 0.9
+        padding = 0
+        if packed and pad_size is not None:
+            padding = pad_size(int(micro_batch["input_ids"].offsets()[-1]))
+        return self.announced(own, micro_batch, *args, packed=packed, padding=padding, **kwargs)
 
     def _optimizer_step(self, own: Callable[..., Any]) -> Any:
         self.session.measure(self.holder.optimizer, step=self.step)
@@ -191,23 +192,26 @@ class ActorLoop(Loop):
 
 
 def _keeping_rows(data: Any, source: RowSource) -> Any:
-    """Returns a DataProto of the same content whose `select` keeps the columns that name rows.
+    """Returns a DataProto of the same content whose `select` keeps what names rows, and their rewards.
 
     `update_policy` selects the columns it knows before it splits the batch.
     """
-    kept = [
-        column for column in (source.slot_of, source.problem_of, source.row_id_of) if isinstance(column, str)
+    columns = [
+        column for column in (source.slot_of, source.problem_of, source.row_id_of) if column is not None
     ]
-    named = len(kept) == sum(c is not None for c in (source.slot_of, source.problem_of, source.row_id_of))
+    named = [column for column in columns if isinstance(column, str)]
+    kept = named if len(named) == len(columns) else list(data.non_tensor_batch)
+    rewards = [name for name in REWARDS if name in data.batch.keys()][:1]  # noqa: SIM118 - a TensorDict
 
     class Keeping(type(data)):  # type: ignore[misc]
         def select(
-            self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, *args: Any, **kw: Any
+            self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
+            if batch_keys is not None:
+                batch_keys = [*batch_keys, *rewards]
             if non_tensor_batch_keys is not None:
-                own = kept if named else list(self.non_tensor_batch)
-                non_tensor_batch_keys = [*non_tensor_batch_keys, *own]
-            return super().select(batch_keys, non_tensor_batch_keys, *args, **kw)
+                non_tensor_batch_keys = [*non_tensor_batch_keys, *kept]
+            return super().select(batch_keys, non_tensor_batch_keys, *args, **kwargs)
 
     return Keeping(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info=data.meta_info)
 

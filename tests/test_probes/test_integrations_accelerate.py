@@ -1,4 +1,4 @@
-"""A loop on accelerate: accumulation, clipping, bf16, a wrapped optimizer, prepared before attach or after."""
+"""A loop on accelerate: accumulation, clipping, bf16, a wrapped optimizer, attached before or after."""
 
 from __future__ import annotations
 
