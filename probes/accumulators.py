@@ -113,6 +113,7 @@ class SlotAccumulators:
         closed: Whether the sums are those of an update that has its record; what arrives next starts anew.
         seen: Covered parameters, by identity, of which something arrived since the last reset.
         left_out: Covered parameters, by identity, of which this update cannot tell the slots apart.
+        blocks: The sums; none before the first gradient.
         undivided: Slots of which some gradient is known as a whole only, not by half and label.
     """
 
@@ -127,7 +128,7 @@ class SlotAccumulators:
         self.left_out: set[int] = set()
         self.undivided: set[int] = set()
         self.seen: set[int] = set()
-        self._blocks: list[Block] = []
+        self.blocks: list[Block] = []
         self._local: list[Block] | None = None
         self._stacked: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -162,7 +163,7 @@ class SlotAccumulators:
         Returns:
             The sums, and whether they may be overwritten: nothing arrived for them since the last reset.
         """
-        if self.closed or not self._blocks:
+        if self.closed or not self.blocks:
             self._open()
         key = tuple([id(parameter) for parameter in parameters])
         fresh = self.seen.isdisjoint(key)
@@ -175,11 +176,11 @@ class SlotAccumulators:
         """Divides the cells by halves of the problems; what is there goes to the first half."""
         if self.cells.num_halves == 2:
             return
-        before, self._blocks, self._local = self._blocks, [], None
+        before, self.blocks, self._local = self.blocks, [], None
         self.cells = self.cells.halved()
         if before:
             self._allocate()
-            for old, new in zip(before, self._blocks, strict=True):
+            for old, new in zip(before, self.blocks, strict=True):
                 new.sums[: len(old.sums)] = old.sums
 
     def note_precision(self, dtype: torch.dtype) -> None:
@@ -206,7 +207,7 @@ class SlotAccumulators:
         """Brings the sums to the units of the unscaled loss, and `.grad` too wherever it is read here."""
         self._gradient_scale = scales.gradients
         if scales.sums != 1:
-            for block in self._blocks:
+            for block in self.blocks:
                 block.sums.mul_(scales.sums)
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class SlotAccumulators:
 
     def reset(self) -> None:
         """Sets the sums to zero for the next update."""
-        for block in self._blocks:
+        for block in self.blocks:
             block.sums.zero_()
         self.seen.clear()
         self._local = None
@@ -233,7 +234,7 @@ class SlotAccumulators:
             covered = self.policy.covered
             self._local = [
                 Block(self.reduction.local_sums(b.sums, [covered[name] for name in b.names]), b.names)
-                for b in self._blocks
+                for b in self.blocks
             ]
         return self._local
 
@@ -317,7 +318,7 @@ class SlotAccumulators:
         self._allocate()
 
     def _allocate(self) -> None:
-        if self._blocks:
+        if self.blocks:
             return
         self._spans.clear()
         num_cells = len(self.cells)
@@ -331,7 +332,7 @@ class SlotAccumulators:
             for parameter, columns in zip(parameters.values(), sums.split(sizes, dim=1), strict=True):
                 self._stacked[id(parameter)] = columns.view(num_cells, *parameter.shape)
                 self._views[id(parameter)] = tuple(self._stacked[id(parameter)])
-            self._blocks.append(Block(sums, tuple(parameters)))
+            self.blocks.append(Block(sums, tuple(parameters)))
 
     def _products(self, block: Block) -> torch.Tensor:
         """Returns the C x C products, |sum over cells - gradient|^2, |gradient|^2 in one float64 vector."""

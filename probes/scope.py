@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,11 +82,13 @@ class Scope:
 
     @property
     def residuals(self) -> dict[str, float]:
-        """Policy -> relative gap between the sum of the slot gradients and autograd's in its last update.
-
-        NaN when that gradient was not finite.
-        """
+        """Policy -> relative gap of its last update's slot sum and autograd's gradient; NaN if not finite."""
         return dict(self._updates.residuals)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors that the scope holds between backward passes."""
+        return self._updates.num_bytes
 
     @property
     def attribution_reasons(self) -> dict[str, str]:
@@ -254,6 +256,23 @@ class Scope:
             chosen = None if slot is None else self._index[slot]
             return compare_with_masked_loss(self.model, loss_of_rows, truth, chosen, self._collector)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the momenta that attribution keeps, for a checkpoint; call it between updates.
+
+        It holds tensors, numbers and names only, as `torch.load` takes them with `weights_only=True`.
+        """
+        self._require_attached("state_dict")
+        return {"attribution": self._updates.attributor.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`; without one an optimizer's momentum counts as carried from before.
+
+        Raises:
+            ProbeError: It is of other slots, roles, settings or parameters.
+        """
+        self._require_attached("load_state_dict")
+        self._updates.attributor.load(state.get("attribution", {}))
+
     def detach(self) -> None:
         """Removes every hook and frees the sums; the model is as before `attach`. Safe to call twice."""
         for handle in self._handles:
@@ -265,9 +284,7 @@ class Scope:
     def __enter__(self) -> Scope:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.detach()
 
     @contextmanager

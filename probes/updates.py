@@ -75,6 +75,12 @@ class Updates:
         """Policies with rows since their last update."""
         return tuple(policy for policy, batches in self._waiting.items() if batches)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the sums and of what attribution keeps."""
+        sums = [block.sums for sums in self.collector.sums.values() for block in sums.blocks]
+        return sum(tensor.nbytes for tensor in (*sums, *self.attributor.tensors()))
+
     def half_of(self, slot: int, problem: Hashable) -> int:
         """Returns the half of a problem in the update of a slot's policy."""
         return self._halves[self._policy_of_slot[slot]].of(problem)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gradscope.probes.accumulators import Block, SlotAccumulators
-from gradscope.probes.attribution.ledger import Columns, Ledger
+from gradscope.probes.attribution.ledger import Columns, Ledger, Mark
+from gradscope.probes.attribution.result import Result
 from gradscope.probes.attribution.rules import Move, Rule, groups_of
 from gradscope.probes.segments import Segment, segments_of
 
@@ -46,42 +47,6 @@ class Stretch:
     sums: torch.Tensor | None
     segment: Segment
     key: Key
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a step came to.
-
-    Attributes:
-        products: Inner products of the contributions, `[M, M]`.
-        effects: Inner products of the parts' gradients with them, `[A, M]`.
-        change_norm: Norm of the applied change.
-        gap: Norm of (sum of the contributions - applied change).
-        factor: The factor by which the gradient had been scaled since `step`.
-        foreign: Relative norm of what else had been done to it.
-        drift: Relative norm of what the optimizer's momentum has beyond the parts'.
-        dot_previous: Products of the cells' gradients with the change before this one, `[C]`; NaN where it is
-            not known.
-        dot_mean: Products with the optimizer's running mean of gradients before the step, `[C]`; NaN where it
-            has none.
-    """
-
-    products: Array
-    effects: Array
-    change_norm: float
-    gap: float
-    factor: float
-    foreign: float
-    drift: float
-    dot_previous: Array
-    dot_mean: Array
-
-    @property
-    def residual(self) -> float:
-        """`gap` relative to the change; 0 where both are 0."""
-        if self.change_norm == 0:
-            return 0.0 if self.gap == 0 else math.inf
-        return self.gap / self.change_norm
 
 
 class Account:
@@ -131,6 +96,8 @@ class Account:
         *dots, factor, foreign_square = (
             torch.cat([self._before[3:], torch.stack([self._factor, self._foreign_square])]).cpu().numpy()
         )
+        for stretch in self._stretches:
+            ledger.marks |= self._marks(stretch)
         products = np.reshape(squares, (size, size))
         previous_square, ledger.previous_square = ledger.previous_square, float(products[-2, -2])
         ledger.fade(max((move.retain for move in self._moves.values()), default=1.0))
@@ -168,8 +135,25 @@ class Account:
         """Makes carried momentum of what the optimizer's has beyond the parts'."""
         for stretch in self._stretches:
             self.ledger.set_carried(stretch.columns, stretch.segment, self._momentum(stretch))
-        self.ledger.carried_weight = 1.0
-        self.ledger.synced = True
+
+    def _match(self) -> None:
+        """Carries over momentum that the parts do not know: of before they were, or put there by others."""
+        marks = self.ledger.marks
+        for stretch in self._stretches:
+            now = self._marks(stretch)
+            strange = [p for p in now if p not in marks and (now[p] or stretch.columns.momenta is not None)]
+            replaced = any(marks.get(p, now[p]) != now[p] for p in now)
+            if replaced or strange:
+                momentum = self._momentum(stretch)
+                self.ledger.match(
+                    stretch.columns, stretch.segment, momentum, self.sums.eps, replaced=replaced
+                )
+
+    def _marks(self, stretch: Stretch) -> dict[int, Mark]:
+        """Returns what tells each parameter's momentum from another, or from itself when others change it."""
+        tensor_of = self._state(self.rule.momentum)
+        tensors = {id(p): tensor_of(p) for p in stretch.segment.parameters}
+        return {p: None if tensor is None else (id(tensor), tensor._version) for p, tensor in tensors.items()}
 
     def _cut(self, blocks: Sequence[Block | None]) -> Iterator[Stretch]:
         """Yields the columns that the optimizer is about to move, in stretches."""
@@ -198,8 +182,7 @@ class Account:
     def _open(self, blocks: Sequence[Block | None]) -> list[torch.Tensor]:
         """Does what is this process's own before the step; returns what it looked up."""
         self._stretches = list(self._cut(blocks))
-        if not self.ledger.synced:
-            self.resync()
+        self._match()
         looked = self._look(self.ledger.previous_square)
         self.ledger.keep_parameters(self._reduction)
         return looked

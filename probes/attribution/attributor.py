@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
+from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.attribution.account import Account, Result
+from gradscope.probes.attribution.account import Account
 from gradscope.probes.attribution.ledger import Ledger
+from gradscope.probes.attribution.result import Result, by_label
 from gradscope.probes.attribution.rules import Rule, find_rule
 from gradscope.probes.attribution.settings import Attribution
 from gradscope.runfile.update import UpdateRecord
@@ -28,13 +30,7 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Pending:
-    """An update that has its record and waits for the optimizer.
-
-    Attributes:
-        record: What is filled in.
-        sums: The closed sums of its policy.
-        reference_norm: Norm that rounding in them is judged against.
-    """
+    """An update that waits for the optimizer: record, closed sums, and the norm to judge rounding by."""
 
     record: UpdateRecord
     sums: SlotAccumulators
@@ -63,7 +59,7 @@ class Attributor:
         settings: How to attribute.
 
     Attributes:
-        reasons: Policy -> why its last update has no attribution; absent where it has.
+        reasons: Policy -> why its last update has no attribution.
     """
 
     def __init__(
@@ -105,6 +101,40 @@ class Attributor:
     def tensors(self) -> list[torch.Tensor]:
         """Returns every tensor that is held."""
         return [tensor for ledger in self._ledgers.values() for tensor in ledger.tensors()]
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a later run needs to go on: tensors, numbers and names only."""
+        return {
+            name: {"parts": self._part_names(name), **ledger.state()}
+            for name, ledger in self._ledgers.items()
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned; policies without one start from what the optimizer then has.
+
+        Raises:
+            ProbeError: It is of other policies, parts, parameters or shapes.
+        """
+        for name, content in state.items():
+            if name not in self._sums:
+                raise ProbeError(
+                    f"load_state_dict(): unknown policy '{name}'. Allowed: {', '.join(self._sums)}."
+                )
+            parts = self._part_names(name)
+            if list(content["parts"]) != parts:
+                raise ProbeError(
+                    f"load_state_dict(): policy '{name}' has the parts {', '.join(parts)}, the state has "
+                    f"{', '.join(content['parts'])}. Attach with the slots and settings it was saved with."
+                )
+            ledger = self._make_ledger(name)
+            try:
+                ledger.load(content)
+            except (KeyError, RuntimeError) as error:
+                raise ProbeError(
+                    f"load_state_dict(): policy '{name}' does not fit the model ({error}); load the state of "
+                    "the same parameters, saved by as many processes."
+                ) from error
+            self._ledgers[name] = ledger
 
     def close(self) -> None:
         """Removes every hook and frees what is held."""
@@ -220,14 +250,14 @@ class Attributor:
         role_of_slot = [self._roles.index(role) for role in self._slots.values()]
         parts = self._parts(cells.slots)
         role_of_part = {part: role_of_slot[slot] for slot, part in zip(cells.slots, parts, strict=True)}
-        record.update_gram, record.effect = _by_label(
+        record.update_gram, record.effect = by_label(
             result,
             [role_of_part[part] for part in range(num_parts)],
             {role_of_slot[slot] for slot in there},
             len(self._roles),
         )
         if self._settings.by == "slot":
-            record.slot_update_gram, record.slot_effect = _by_label(
+            record.slot_update_gram, record.slot_effect = by_label(
                 result, cells.slots, there, len(self._slots)
             )
 
@@ -245,9 +275,16 @@ class Attributor:
 
     def _ledger(self, name: str) -> Ledger:
         if name not in self._ledgers:
-            sums = self._sums[name]
-            self._ledgers[name] = Ledger(sums, self._parts(sums.policy.slots), self._settings)
+            self._ledgers[name] = self._make_ledger(name)
         return self._ledgers[name]
+
+    def _make_ledger(self, name: str) -> Ledger:
+        sums = self._sums[name]
+        return Ledger(sums, self._parts(sums.policy.slots), self._settings)
+
+    def _part_names(self, policy: str) -> list[str]:
+        slots = list(self._slots if self._settings.by == "slot" else self._slots.values())
+        return list(dict.fromkeys(slots[slot] for slot in self._sums[policy].policy.slots))
 
     def _parts(self, policy_slots: Sequence[int]) -> list[int]:
         """Returns the number of each slot's part within the policy."""
@@ -256,28 +293,3 @@ class Attributor:
         roles = [list(self._slots.values())[slot] for slot in policy_slots]
         order = list(dict.fromkeys(roles))
         return [order.index(role) for role in roles]
-
-
-def _by_label(
-    result: Result, place_of_part: Sequence[int], present: set[int], num_labels: int
-) -> tuple[Array, Array]:
-    """Returns products of contributions `[L + 2, L + 2]` and effects `[L, L + 2]` by label.
-
-    Args:
-        result: Products by part of one policy.
-        place_of_part: Label of each part; parts of one label are added.
-        present: Labels with rows in the update; the effects on others are NaN.
-        num_labels: L.
-    """
-    num_parts = len(place_of_part)
-    columns = [*place_of_part, num_labels, num_labels + 1]
-    known = sorted(set(columns))
-    products = np.zeros((num_labels + 2, num_labels + 2))
-    np.add.at(products, np.ix_(columns, columns), result.products)
-    effects = np.zeros((num_labels, num_labels + 2))
-    np.add.at(effects, np.ix_(columns[:num_parts], columns), result.effects)
-    update_gram, effect = np.full_like(products, np.nan), np.full_like(effects, np.nan)
-    update_gram[np.ix_(known, known)] = products[np.ix_(known, known)]
-    rows = sorted(present)
-    effect[np.ix_(rows, known)] = effects[np.ix_(rows, known)]
-    return update_gram, effect

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from gradscope.probes.segments import Segment
 
 EXTRA = ("decay", "carried")
 """Contributors beside the parts: weight decay, and momentum from before the parts were known."""
+Mark = tuple[int, int] | None
+"""Identity and version of a tensor; None for none."""
 FADED = 1e-20
 """Momentum carried from before is dropped when it has shrunk to this part of itself."""
 
@@ -64,7 +67,7 @@ class Ledger:
 
     Attributes:
         columns: The buffers, one for each block of the sums.
-        synced: Whether parts and extras add up to the optimizer's momentum.
+        marks: What tells the momentum of each parameter, by identity, as the last step left it.
         previous_square: Squared norm of the last applied change; NaN before the first.
         carried_weight: What is left of the carried momentum, as a factor.
     """
@@ -73,7 +76,7 @@ class Ledger:
         self.policy = sums.policy
         self.num_parts = max(part_of_slot) + 1
         self.columns: list[Columns] = []
-        self.synced = False
+        self.marks: dict[int, Mark] = {}
         self.previous_square = float("nan")
         self.carried_weight = 1.0
         self._part_of_slot = tuple(part_of_slot)
@@ -144,8 +147,31 @@ class Ledger:
             changes[num_parts].add_(before, alpha=move.decoupled_decay)
         return changes, momenta.sum(0)
 
+    def match(
+        self, columns: Columns, segment: Segment, momentum: torch.Tensor, eps: float, *, replaced: bool
+    ) -> None:
+        """Brings the momenta of a segment to an optimizer's, `[n]`, which may be a strange one.
+
+        Args:
+            columns: The buffers of the segment's block.
+            segment: Some of its columns.
+            momentum: What the optimizer has.
+            eps: Rounding step of what went into the momenta.
+            replaced: Whether it is another than the last step left; the parts' then count no more.
+        """
+        known = self._read(columns, segment, like=momentum.expand(self.num_parts + 2, -1)).sum(0)
+        tolerance = max(math.sqrt(eps), self.rounding)
+        if bool((momentum - known).norm() <= tolerance * momentum.norm()):
+            return
+        if replaced:
+            for name, tensor in (("momenta", columns.momenta), *columns.extra.items()):
+                if tensor is not None and name != "carried":
+                    tensor[..., segment.start : segment.stop] = 0
+        self.set_carried(columns, segment, momentum)
+
     def set_carried(self, columns: Columns, segment: Segment, momentum: torch.Tensor) -> None:
         """Makes what an optimizer's momentum `[n]` has beyond the parts' the carried momentum."""
+        self.carried_weight = 1.0
         known = self._read(columns, segment, like=momentum.expand(self.num_parts + 2, -1))
         rest = momentum - known[:-1].sum(0)
         if "carried" in columns.extra or bool(rest.any()):
@@ -167,9 +193,9 @@ class Ledger:
             if tensor is not None
         ]
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns by parameter what is kept: `before`, `momenta` `[A, ...]`, `decay`, `carried`."""
-        return {
+    def state(self) -> dict[str, Any]:
+        """Returns what is kept: numbers, and tensors by parameter."""
+        parameters = {
             name: {
                 key: tensor[..., place].clone()
                 for key, tensor in {"before": c.before, "momenta": c.momenta, **c.extra}.items()
@@ -178,17 +204,24 @@ class Ledger:
             for c in self.columns
             for name, place in c.slices().items()
         }
+        return {
+            "previous_square": self.previous_square,
+            "carried_weight": self.carried_weight,
+            "parameters": parameters,
+        }
 
-    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` returned.
 
         Raises:
-            KeyError: A parameter is missing.
+            KeyError: Something is missing.
             RuntimeError: A shape differs.
         """
+        self.previous_square = float(state["previous_square"])
+        self.carried_weight = float(state["carried_weight"])
         for columns in self.columns:
             for name, place in columns.slices().items():
-                for key, tensor in state[name].items():
+                for key, tensor in state["parameters"][name].items():
                     self._buffer(columns, key)[..., place] = tensor.to(columns.before.device)
 
     def _buffer(self, columns: Columns, key: str) -> torch.Tensor:
