@@ -14,6 +14,7 @@ from gradscope.probes.attribution.rules import underlying
 from gradscope.probes.attribution.settings import Attribution
 from gradscope.probes.cells import check_labels
 from gradscope.probes.checkpointing import bind_checkpointing
+from gradscope.probes.evidence.requests import Requests
 from gradscope.probes.evidence.settings import Evidence
 from gradscope.probes.row_input import read_rows
 from gradscope.probes.taps.placing import place
@@ -33,6 +34,7 @@ class Scope:
         model: The probed model.
         slots: Slot -> role.
         labels: The declared labels.
+        evidence: What is measured when asked to: parts of the loss, influence.
         coverage: Trainable parameters that no tap covers, with the reason; those with a hook of their own are
             measured in updates whose micro-batches hold one slot each.
     """
@@ -61,6 +63,7 @@ class Scope:
             attribution=attribution or Attribution(),
             evidence=evidence or Evidence(),
         )
+        self.evidence = Requests(model, layout, self.slots, self._updates)
         self._collector = self._updates.collector
         self._handles = [*place(model, layout, self._collector), self._updates.processes]
         self._undo_checkpointing = bind_checkpointing(self._collector)
@@ -250,11 +253,17 @@ class Scope:
         """
         self._require_attached("verify")
         truth = read_rows(slot_of_each_row, self._index, problems=None, row_ids=None, numbers={})
-        if slot is not None and self._index.get(slot) not in truth.slots:
+        if slot is not None and slot not in self._index:
             raise ProbeError(f"verify(): slot '{slot}' has no rows among those given.")
         with untouched(self.model), self._updates.aside():
-            chosen = None if slot is None else self._index[slot]
-            return compare_with_masked_loss(self.model, loss_of_rows, truth, chosen, self._collector)
+            return compare_with_masked_loss(
+                self.model,
+                loss_of_rows,
+                truth,
+                None if slot is None else self._index[slot],
+                self._collector,
+                self._updates.find_processes,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the momenta that attribution keeps, for a checkpoint; call it between updates.

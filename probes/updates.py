@@ -19,6 +19,7 @@ from gradscope.probes.evidence.gathering import Gathering
 from gradscope.probes.evidence.settings import Evidence
 from gradscope.probes.halves import Halves, first_half
 from gradscope.probes.record import check_policy_without_rows, make_record
+from gradscope.probes.reduction import Reduction
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.scaling import Scales, read_scales
 from gradscope.probes.taps.capture import Collector
@@ -41,6 +42,7 @@ class Updates:
         collector: What taps share; holds the sums.
         processes: The other processes, where there are any.
         attributor: Follows the optimizers.
+        gathering: Fills in what else records hold.
         residuals: Policy -> relative gap of the last update's sum check.
     """
 
@@ -65,10 +67,10 @@ class Updates:
         self._policy_of_slot = {
             slot: policy.name for policy in layout.policies.values() for slot in policy.slots
         }
-        self._gathering = Gathering(layout, evidence)
-        self.collector = Collector(self._fresh_sums())
-        self.collector.row_meter = self._gathering.row_meter
-        self.attributor = Attributor(slots, self.collector.sums, attribution)
+        self.gathering = Gathering(model, layout, slots, evidence)
+        self.collector = Collector(self.fresh_sums())
+        self.collector.row_meter = self.gathering.row_meter
+        self.attributor = Attributor(slots, self.collector.sums, attribution, self.gathering)
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -88,7 +90,7 @@ class Updates:
     def begin(self, batch: RowBatch, problems: Sequence[Hashable] | None) -> None:
         """Makes room for the rows of a micro-batch."""
         if self.collector.row_meter is not None:
-            self._gathering.begin(batch, problems)
+            self.gathering.begin(batch, problems)
         for name, sums in self.collector.sums.items():
             if batch.slots.isdisjoint(self._layout.policies[name].slots):
                 continue
@@ -113,8 +115,8 @@ class Updates:
                 self.collector.fail(str(error))
             raise
 
-    def find_processes(self) -> None:
-        """Learns with which other processes the work is shared.
+    def find_processes(self) -> Reduction:
+        """Learns with which other processes the work is shared, and returns how.
 
         Raises:
             ProbeError: It is shared in a way that cannot be probed.
@@ -123,6 +125,7 @@ class Updates:
         for sums in self.collector.sums.values():
             sums.reduction = reduction
             sums.eps = max(sums.eps, reduction.eps)
+        return reduction
 
     def stand(self, optimizer: torch.optim.Optimizer) -> Standing:
         """Returns where this process stands before the step of an optimizer.
@@ -172,7 +175,7 @@ class Updates:
         collector = self.collector
         kept = (collector.sums, collector.failure, collector.row_meter, collector.suspicions)
         waiting, halves = self._waiting, self._halves
-        collector.sums, collector.failure, collector.row_meter = self._fresh_sums(), None, None
+        collector.sums, collector.failure, collector.row_meter = self.fresh_sums(), None, None
         collector.suspicions = []
         self._waiting = {policy: [] for policy in self._waiting}
         self._halves = self._fresh_halves()
@@ -208,7 +211,7 @@ class Updates:
             self.processes.warn(f"gram_cross of an update of policy '{policy}' is NaN: {agreed.conflict}.")
         self.residuals[policy] = summary.residual
         self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
-        self._gathering.close(sums, self._waiting[policy], record)
+        self.gathering.close(sums, self._waiting[policy], record, scale=scales.sums)
         self._waiting[policy] = []
         self._halves[policy].clear()
         self.collector.arrivals.clear()
@@ -227,12 +230,14 @@ class Updates:
     def _forget(self, policy: str) -> None:
         """Makes room for the next update; what the optimizer has not done by now is not attributed."""
         self.attributor.abandon(policy)
+        self.gathering.forget(policy)
         self.collector.sums[policy].reset()
 
     def _fresh_halves(self) -> dict[str, Halves]:
         return {policy: Halves(first_half()) for policy in self._layout.policies}
 
-    def _fresh_sums(self) -> dict[str, SlotAccumulators]:
+    def fresh_sums(self) -> dict[str, SlotAccumulators]:
+        """Returns empty sums for every policy."""
         return {
             name: SlotAccumulators(
                 policy,

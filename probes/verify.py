@@ -6,7 +6,7 @@ Legend: N rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.reduction import Reduction
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.taps.capture import Collector
 
@@ -40,11 +41,15 @@ class Verification:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Gives a block a model without gradients and puts gradients and random numbers back as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # Copies too: a data-parallel wrapper may give the next backward the same memory.
+    kept = [(gradient, gradient.clone()) for _, gradient in gradients if gradient is not None]
     try:
         _clear(model)
-        with _same_randomness(model):
+        with same_randomness(model):
             yield
     finally:
+        for gradient, values in kept:
+            gradient.copy_(values)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
@@ -55,6 +60,7 @@ def compare_with_masked_loss(
     truth: RowBatch,
     slot: int | None,
     collector: Collector,
+    find_reduction: Callable[[], Reduction],
 ) -> Verification:
     """Runs the loss of all rows, then of one slot's with the same random numbers; compares gradients.
 
@@ -64,48 +70,60 @@ def compare_with_masked_loss(
         truth: The slot of each entry of the mask.
         slot: The slot to compare; None for the one with the largest gradient.
         collector: The scope's collector, holding empty sums.
+        find_reduction: Finds out how the work is shared, once a forward pass was run.
 
     Raises:
         ProbeError: The gradients differ, the loss cannot be differentiated, or nothing was measured.
     """
     slot_N = torch.tensor(truth.slot_N)
-    with _same_randomness(model):
+    with same_randomness(model):
         _backward(loss_of_rows, torch.ones_like(slot_N, dtype=torch.bool))
+    reduction = find_reduction()
+    reduction.together(lambda: _check_collected(collector))
+    chosen = _choose(collector, truth, slot, reduction)
+    sums = next(sums for sums in collector.sums.values() if chosen in sums.policy.slots)
+    split = _pieces(sums, chosen)
+    _clear(model)
+    with same_randomness(model):
+        _backward(loss_of_rows, slot_N == chosen)
+    return _judge(truth.names[chosen], split, sums)
+
+
+def _check_collected(collector: Collector) -> None:
     if collector.failure is not None:
         raise ProbeError(f"verify(): {collector.failure}")
-    if all(sums.empty for sums in collector.sums.values()):
-        raise ProbeError(
-            "verify(): nothing was measured; loss_of_rows must run the model inside scope.rows(...)."
-        )
-    chosen = _largest(collector, truth) if slot is None else slot
-    sums = next(sums for sums in collector.sums.values() if chosen in sums.policy.slots)
-    split, left_out = sums.gradients(sums.policy.slots.index(chosen)), frozenset(sums.left_out)
-    _clear(model)
-    with _same_randomness(model):
-        _backward(loss_of_rows, slot_N == chosen)
-    return _judge(truth.names[chosen], split, sums, left_out)
 
 
-def _judge(
-    slot: str, split: dict[str, torch.Tensor], sums: SlotAccumulators, left_out: frozenset[int]
-) -> Verification:
-    gap_square, split_square, masked_square, worst = 0.0, 0.0, 0.0, ("", -1.0)
-    for name, parameter in sums.policy.covered.items():
-        if id(parameter) in left_out:
-            continue
-        masked = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gap = float(torch.linalg.vector_norm(split[name].double() - masked.double())) ** 2
-        worst = max(worst, (name, gap), key=lambda item: item[1])
-        gap_square += gap
-        split_square += float(torch.linalg.vector_norm(split[name].double())) ** 2
-        masked_square += float(torch.linalg.vector_norm(masked.double())) ** 2
+def _pieces(sums: SlotAccumulators, slot: int) -> dict[str, torch.Tensor]:
+    """Returns the numbers of a slot's gradient that this process accounts for, by covered parameter."""
+    cells, pieces = sums.cells.of_slot(sums.policy.slots.index(slot)), {}
+    for block in sums.local_blocks():
+        parameters = [sums.policy.covered[name] for name in block.names]
+        sizes = [sums.reduction.local(parameter).numel() for parameter in parameters]
+        own = block.sums[cells].sum(0).split(sizes)
+        for name, parameter, piece in zip(block.names, parameters, own, strict=True):
+            if id(parameter) not in sums.left_out:
+                pieces[name] = piece
+    return pieces
+
+
+def _judge(slot: str, split: Mapping[str, torch.Tensor], sums: SlotAccumulators) -> Verification:
+    squares = []
+    for name, piece in split.items():
+        gradient = sums.policy.covered[name].grad
+        found = piece.double()
+        masked = torch.zeros_like(found) if gradient is None else sums.reduction.local(gradient).double()
+        squares.append(torch.stack([part.square().sum() for part in (found - masked, found, masked)]).cpu())
+    squares_N3 = sums.reduction.add_up(torch.stack(squares))
+    gap_square, split_square, masked_square = squares_N3.sum(0).tolist()
     larger = max(split_square, masked_square)
     error = math.sqrt(gap_square / larger) if larger > 0 else math.nan
     tolerance = math.sqrt(sums.eps)
     if error > tolerance:
+        worst = list(split)[int(squares_N3[:, 0].argmax())]
         raise ProbeError(
             f"verify(): the gradient measured for slot '{slot}' differs by {error:.2g} of its norm from that "
-            f"of a loss with its rows alone (allowed {tolerance:.1g}), most at '{worst[0]}'. Either rows() "
+            f"of a loss with its rows alone (allowed {tolerance:.1g}), most at '{worst}'. Either rows() "
             "was given other slots than the rows have, or the slot's loss depends on rows of other slots "
             "(attention across packed rows, a term over the batch)."
         )
@@ -122,19 +140,30 @@ def _backward(loss_of_rows: Callable[[torch.Tensor], torch.Tensor], mask_N: torc
     loss.backward()
 
 
-def _largest(collector: Collector, truth: RowBatch) -> int:
-    """Returns the slot with rows whose gradient is largest, so that the comparison has most to compare."""
+def _choose(collector: Collector, truth: RowBatch, slot: int | None, reduction: Reduction) -> int:
+    """Returns the slot to compare: the given one, or the one with rows whose gradient is largest.
+
+    Raises:
+        ProbeError: It has no rows, or nothing was measured on any process.
+    """
+    present = frozenset().union(*reduction.gather(truth.slots))
+    if slot is not None and slot not in present:
+        raise ProbeError(f"verify(): slot '{truth.names[slot]}' has no rows among those given.")
+    filled = reduction.gather([name for name, sums in collector.sums.items() if not sums.empty])
     norms: dict[int, float] = {}
-    for sums in collector.sums.values():
-        if not sums.empty:
+    for name, sums in collector.sums.items():
+        if any(name in names for names in filled):
             squares = np.diag(sums.summarise().gram)
             norms.update(zip(sums.policy.slots, squares.tolist(), strict=True))
-    present = [slot for slot in norms if slot in truth.slots]
-    if not present:
+    if not norms:
+        raise ProbeError(
+            "verify(): nothing was measured; loss_of_rows must run the model inside scope.rows(...)."
+        )
+    if not norms.keys() & present:
         raise ProbeError(
             "verify(): no slot of slot_of_each_row was measured; its rows never entered scope.rows(...)."
         )
-    return max(present, key=lambda slot: norms[slot])
+    return max(norms.keys() & present, key=lambda one: norms[one]) if slot is None else slot
 
 
 def _clear(model: nn.Module) -> None:
@@ -143,7 +172,7 @@ def _clear(model: nn.Module) -> None:
 
 
 @contextmanager
-def _same_randomness(model: nn.Module) -> Iterator[None]:
+def same_randomness(model: nn.Module) -> Iterator[None]:
     """Restores torch's random state of the CPU and of the model's devices on leaving."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):

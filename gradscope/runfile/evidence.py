@@ -1,4 +1,4 @@
-"""What probes found out about single modules and rows of one update, as they hand it to the run file."""
+"""What probes found out about modules, rows and loss components of one update, for the run file."""
 
 from __future__ import annotations
 
@@ -53,3 +53,28 @@ class RowEvidence:
     episodes: tuple[str, ...]
     advantages: Array
     num_tokens: Array
+
+
+@dataclass(frozen=True)
+class ComponentGram:
+    """Products of the gradients of the parts of a loss.
+
+    Attributes:
+        components: Names of the parts.
+        slots: Names of all slots.
+        gram: Inner products of the gradients of components x slots, `[n, S, n, S]`; NaN for slots of other
+            policies and without rows.
+    """
+
+    components: tuple[str, ...]
+    slots: tuple[str, ...]
+    gram: Array
+
+    def by_slot(self) -> dict[str, Array]:
+        """Returns what is stored, each `[S]`: norms `component_norm_A`, products `component_dot_A_B`."""
+        found = {}
+        for i, one in enumerate(self.components):
+            found[f"component_norm_{one}"] = np.sqrt(np.maximum(np.diagonal(self.gram[i, :, i]), 0.0))
+            for j in range(i):
+                found[f"component_dot_{self.components[j]}_{one}"] = np.diagonal(self.gram[j, :, i]).copy()
+        return found

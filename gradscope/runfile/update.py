@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscope.runfile.evidence import ModuleEvidence, RowEvidence
+from gradscope.runfile.evidence import ComponentGram, ModuleEvidence, RowEvidence
 
 Array = NDArray[np.float64]
 
@@ -44,6 +44,7 @@ class UpdateRecord:
         influence: Divergence of a slot's replies under a contribution alone, `[K, C]`, nat a token.
         modules: The update module by module, where that was looked at.
         rows: Its rows one by one, where they were.
+        components: Products of the parts of its loss, where these were measured apart.
     """
 
     policy: str
@@ -64,3 +65,4 @@ class UpdateRecord:
     influence: Array | None = None
     modules: ModuleEvidence | None = None
     rows: RowEvidence | None = None
+    components: ComponentGram | None = None

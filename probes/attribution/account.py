@@ -80,15 +80,21 @@ class Account:
         self._reduction = sums.reduction
         self._moves: dict[Key, Move] = {}
         self._stretches: list[Stretch] = []
+        self._keep: dict[int, torch.Tensor] = {}
         blocks = sums.local_blocks() if announced else [None] * len(ledger.columns)
         looked = self._reduction.together(lambda: self._open(blocks))
         self._before = self._add(looked, 5 + 2 * len(sums.cells))
         self._factor, self._foreign_square = self._compare(reference_norm, usable=usable)
 
-    def settle(self) -> Result:
-        """Moves the momenta and returns what the step came to; call it after the step."""
+    def settle(self, keep: Sequence[torch.Tensor] = ()) -> Result:
+        """Moves the momenta and returns what the step came to; call it after the step.
+
+        Args:
+            keep: Where the contributions are kept, `[M, P]` for each block of the ledger; empty to drop them.
+        """
         num_parts, ledger = self.ledger.num_parts, self.ledger
         size = 2 * num_parts + 4
+        self._keep = {id(columns): kept for columns, kept in zip(ledger.columns, keep, strict=False)}
         moved = self._reduction.together(lambda: [self._move(stretch) for stretch in self._stretches])
         after = self._add(moved, size * size + 2)
         # One copy to the host for each of the two.
@@ -247,6 +253,8 @@ class Account:
         changes, known = ledger.advance(
             stretch.columns, segment, move, gradients * self._factor.to(gradients.device), before, scale
         )
+        if id(stretch.columns) in self._keep:
+            self._keep[id(stretch.columns)][:, segment.start : segment.stop] = changes
         applied = before - self._gather(stretch, lambda p: p)
         rows = torch.cat([gradients, changes, applied[None], (changes.sum(0) - applied)[None]])
         momentum = self._momentum(stretch) if move.retain or move.admit else known

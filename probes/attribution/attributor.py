@@ -23,6 +23,8 @@ from gradscope.probes.attribution.ledger import Ledger
 from gradscope.probes.attribution.result import Result, by_label
 from gradscope.probes.attribution.rules import Rule, find_rule
 from gradscope.probes.attribution.settings import Attribution
+from gradscope.probes.evidence.applied import Keeper
+from gradscope.probes.evidence.gathering import Gathering
 from gradscope.runfile.update import UpdateRecord
 
 Array = NDArray[np.float64]
@@ -57,6 +59,7 @@ class Attributor:
         slots: Slot -> role.
         sums: Policy -> sums, as the scope has them now.
         settings: How to attribute.
+        evidence: Takes the contributions of steps that it looks at.
 
     Attributes:
         reasons: Policy -> why its last update has no attribution.
@@ -67,12 +70,14 @@ class Attributor:
         slots: Mapping[str, str],
         sums: Mapping[str, SlotAccumulators],
         settings: Attribution,
+        evidence: Gathering,
     ) -> None:
         self.reasons: dict[str, str] = {}
         self._slots = dict(slots)
         self._roles = tuple(dict.fromkeys(slots.values()))
         self._sums = sums
         self._settings = settings
+        self._evidence = evidence
         self._ledgers: dict[str, Ledger] = {}
         self._pending: dict[str, Pending] = {}
         self._watched: WeakKeyDictionary[torch.optim.Optimizer, Watched] = WeakKeyDictionary()
@@ -203,15 +208,25 @@ class Attributor:
     def _after(self, optimizer: torch.optim.Optimizer, watched: Watched, with_closure: bool) -> None:
         """Settles the accounts and fills in the records."""
         for name, account in watched.accounts.items():
-            result = account.settle()
+            pending = self._pending.pop(name, None)
+            keeper = None if pending is None else self._keeper(pending, account)
+            result = account.settle(() if keeper is None else keeper.buffers)
             reason = self._reason(account, result, with_closure=with_closure)
             drifted = not result.drift <= max(math.sqrt(account.sums.eps), account.ledger.rounding)
             if reason or drifted:
                 account.resync()
-            pending = self._pending.pop(name, None)
             if pending is not None:
                 self._fill(pending, account, result, reason)
+                if keeper is not None and not reason:
+                    self._evidence.take(pending.record, keeper.applied())
         watched.accounts.clear()
+
+    def _keeper(self, pending: Pending, account: Account) -> Keeper | None:
+        """Returns what keeps the contributions themselves, where evidence needs them."""
+        slots, roles = account.sums.cells.slots, list(self._slots.values())
+        role_of_part = {part: roles[slot] for slot, part in zip(slots, self._parts(slots), strict=True)}
+        labels = [role_of_part[part] for part in range(account.ledger.num_parts)]
+        return self._evidence.keeper(pending.record, account.ledger, labels, account.sums.reduction)
 
     def _reason(self, account: Account, result: Result, *, with_closure: bool) -> str:
         """Returns why a step cannot be attributed; empty where it can."""

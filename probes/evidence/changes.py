@@ -5,7 +5,7 @@ s (dB A + B dA), the product of a tall and a wide matrix of twice the rank. Of t
 inner product is the sum of (L'^T L) * (R' R^T), r x r work. Changes of two adapters of one module are changes
 of one weight, so they have one, although the adapters share no coordinates.
 
-Legend: O outputs, I inputs, r rank.
+Legend: O outputs, I inputs, r rank, n changes; leading axes count weights of one shape.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -25,8 +21,8 @@ class LowRank:
     """The matrix `left right`, never formed.
 
     Attributes:
-        left: `[O, r]`.
-        right: `[r, I]`.
+        left: `[..., O, r]`.
+        right: `[..., r, I]`.
     """
 
     left: torch.Tensor
@@ -34,27 +30,27 @@ class LowRank:
 
 
 def weight_change(
-    a: torch.Tensor, b: torch.Tensor, da: torch.Tensor, db: torch.Tensor, *, scaling: float
+    a: torch.Tensor, b: torch.Tensor, da: torch.Tensor, db: torch.Tensor, *, scaling: torch.Tensor | float
 ) -> LowRank:
     """Returns the first-order change s (dB A + B dA) of the weight s B A.
 
     First order, so that the changes of contributors add up.
 
     Args:
-        a: A, `[r, I]`.
-        b: B, `[O, r]`.
+        a: A, `[..., r, I]`.
+        b: B, `[..., O, r]`.
         da: Change of A.
         db: Change of B.
         scaling: s.
     """
-    return LowRank(torch.cat([db, b], dim=1) * scaling, torch.cat([a, da], dim=0))
+    return LowRank(torch.cat([db, b], dim=-1) * scaling, torch.cat([a, da], dim=-2))
 
 
 def products(changes: Sequence[LowRank]) -> torch.Tensor:
-    """Returns the inner products of changes of one weight, `[n, n]`, float64, on their device."""
-    lefts = torch.cat([change.left.double() for change in changes], dim=1)
-    rights = torch.cat([change.right.double() for change in changes], dim=0)
-    weights = (lefts.T @ lefts) * (rights @ rights.T)
-    ranks = [change.left.shape[1] for change in changes]
-    rows = torch.stack([part.sum(0) for part in weights.split(ranks, dim=0)])
-    return torch.stack([part.sum(1) for part in rows.split(ranks, dim=1)], dim=1)
+    """Returns the inner products of changes of one weight, `[..., n, n]`, float64, on their device."""
+    lefts = torch.cat([change.left.double() for change in changes], dim=-1)
+    rights = torch.cat([change.right.double() for change in changes], dim=-2)
+    weights = (lefts.mT @ lefts) * (rights @ rights.mT)
+    ranks = [change.left.shape[-1] for change in changes]
+    rows = torch.stack([part.sum(-2) for part in weights.split(ranks, dim=-2)], dim=-2)
+    return torch.stack([part.sum(-1) for part in rows.split(ranks, dim=-1)], dim=-1)

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from gradscope.probes.accumulators import Block, SlotAccumulators
+from gradscope.runfile.evidence import ModuleEvidence
+from gradscope.runfile.update import UpdateRecord
 
 Array = NDArray[np.float64]
 
@@ -33,6 +35,24 @@ def module_of(parameter: str) -> str:
         parts = parts[:at] + parts[at + 2 :]
     own = next((at for at, part in enumerate(parts) if part in _ADAPTER_PARTS), len(parts) - 1)
     return ".".join(part for part in parts[:own] if part != "base_layer") or name
+
+
+def module_evidence(sums: SlotAccumulators, record: UpdateRecord, *, whole: bool) -> ModuleEvidence:
+    """Returns norms, and with `whole` products, of the slots in each module; NaN for slots without rows.
+
+    Args:
+        sums: The sums of an update.
+        record: Its record.
+        whole: Whether products are kept.
+    """
+    num_slots, places = len(record.slots), np.ix_(sums.policy.slots, sums.policy.slots)
+    grams = module_grams(sums)
+    found = np.full((len(grams), num_slots, num_slots), np.nan)
+    for gram, own in zip(found, grams.values(), strict=True):
+        gram[places] = own
+    found[:, np.isnan(record.gram)] = np.nan
+    norms = np.sqrt(np.maximum(np.diagonal(found, axis1=1, axis2=2), 0.0)).T
+    return ModuleEvidence(tuple(grams), norms, found if whole else None)
 
 
 def module_grams(sums: SlotAccumulators) -> dict[str, Array]:

@@ -18,7 +18,12 @@ Array = NDArray[np.float64]
 
 
 def rows_of_batch(
-    batch: RowBatch, numbers: RowNumbers, slots: Sequence[int], problems: Sequence[Hashable] | None
+    batch: RowBatch,
+    numbers: RowNumbers,
+    slots: Sequence[int],
+    problems: Sequence[Hashable] | None,
+    *,
+    scale: float,
 ) -> RowEvidence:
     """Returns the rows of some slots in a micro-batch, in order.
 
@@ -27,6 +32,7 @@ def rows_of_batch(
         numbers: What was measured of its rows.
         slots: Numbers of the slots.
         problems: Problem of each entry.
+        scale: Factor that brings the numbers to the units of the loss.
     """
     starts = numbers.starts
     own = [row for row, start in enumerate(starts) if batch.slot_N[start] in slots]
@@ -36,8 +42,8 @@ def rows_of_batch(
     return RowEvidence(
         row_ids=tuple(str(batch.row_ids[start]) for start in starts[own]),
         slots=tuple(batch.names[batch.slot_N[start]] for start in starts[own]),
-        grad_norm=numbers.norms[own],
-        sketch=None if numbers.sketches is None else numbers.sketches[own],
+        grad_norm=numbers.norms[own] * scale,
+        sketch=None if numbers.sketches is None else numbers.sketches[own] * scale,
         problems=tuple(names),
         episodes=("",) * len(own),
         advantages=_largest(batch.numbers.get("advantages"), starts)[own],

@@ -22,7 +22,8 @@ class Evidence:
         sketch_dim: Numbers of a sketch, 0 for norms alone. An inner product read off two sketches is unbiased
             with a standard error of about |a| |b| / sqrt(sketch_dim).
         sketch_seed: Seed of the projection; sketches of one seed and size can be compared across runs.
-        influence_every: Between updates after which `Scope.influence` can be asked.
+        components_every: Between updates of which `scope.evidence.components` measures the parts of the loss.
+        influence_every: Between updates after which `scope.evidence.influence` can be asked.
     """
 
     modules_every: int = 25
@@ -31,6 +32,7 @@ class Evidence:
     top_rows: int = 0
     sketch_dim: int = 256
     sketch_seed: int = 0
+    components_every: int = 1
     influence_every: int = 0
 
     def __post_init__(self) -> None:
