@@ -52,23 +52,34 @@ class Passage(NamedTuple):
             layer: The factors of the parameters that take part.
             x: The layer's input.
         """
-        found = None
-        if self.collector.failure is None and (self.batch is not None or self.rows_unknown):
-            begin = time.perf_counter()
-            try:
-                found = self._collect(layer, x)
-            except Exception as error:  # raised by step(), never inside a backward
-                self.collector.fail(
-                    str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
-                )
-            self.collector.seconds += time.perf_counter() - begin
+        found = self.collect(layer, x, totals=True)
         if found is None:
             found = [total(factors) for factors in layer]
         return [
             cast(gradient, factors.parameter.dtype) for gradient, factors in zip(found, layer, strict=True)
         ]
 
-    def _collect(self, layer: Sequence[Factors], x: torch.Tensor) -> list[torch.Tensor] | None:
+    def collect(
+        self, layer: Sequence[Factors], x: torch.Tensor, *, totals: bool
+    ) -> list[torch.Tensor] | None:
+        """Adds the cells' gradients to the sums; never raises.
+
+        Returns:
+            Their sum for each parameter, with `totals` and where every row belongs to a slot.
+        """
+        if self.collector.failure is not None or (self.batch is None and not self.rows_unknown):
+            return None
+        begin, found = time.perf_counter(), None
+        try:
+            found = self._add(layer, x, totals=totals)
+        except Exception as error:  # raised by step(), never inside a backward
+            self.collector.fail(
+                str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
+            )
+        self.collector.seconds += time.perf_counter() - begin
+        return found
+
+    def _add(self, layer: Sequence[Factors], x: torch.Tensor, *, totals: bool) -> list[torch.Tensor] | None:
         if self.rows_unknown or self.batch is None:
             raise ProbeError(REENTRANT.format(name=self.target.name))
         into = self.collector.sums[self.policy]
@@ -76,24 +87,24 @@ class Passage(NamedTuple):
         check_policy([self.batch], into)
         for factors in layer:
             into.note_precision(factors.left.dtype)
-        found = _add_layer(layer, self.batch, into)
+        found = _add_layer(layer, self.batch, into, totals=totals)
         if self.collector.row_meter is not None:
             parameters = [factors.parameter for factors in layer]
             self.collector.row_meter.add(
-                self.batch, parameters, lambda rows, sums: _add_layer(layer, rows, sums)
+                self.batch, parameters, lambda rows, sums: _add_layer(layer, rows, sums, totals=False)
             )
         return found
 
 
 def _add_layer(
-    layer: Sequence[Factors], batch: RowBatch, into: SlotAccumulators
+    layer: Sequence[Factors], batch: RowBatch, into: SlotAccumulators, *, totals: bool
 ) -> list[torch.Tensor] | None:
     left = layer[0].left
     tokens = len(left) // len(batch)
     numbers = sum(factors.parameter.numel() for factors in layer)
     cut = cut_rows(batch, into.cells, left.device, tokens=tokens, numbers=numbers)
     # Rows of no slot count in the weight gradient alone.
-    return add_factors(layer, cut, into, tokens=tokens, totals=cut.complete)
+    return add_factors(layer, cut, into, tokens=tokens, totals=totals and cut.complete)
 
 
 def passage(collector: Collector, target: Target, policy: str, x: torch.Tensor) -> Passage:

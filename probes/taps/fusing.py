@@ -34,7 +34,7 @@ class Fusion:
 
 def fuse(model: nn.Module, targets: Sequence[Target], collector: Collector) -> Fusion:
     """Replaces the forward of every layer that a node can stand for."""
-    undo = [fuse_lora_layers(model, targets, collector)]
+    undo = [fuse_lora_layers(model, {id(target.module): target for target in targets}, collector)]
     adapters = _adapter_matrices(model)
     linear = [
         target for target in targets if target.claim.kind == "linear" and is_plain_linear(target.module)

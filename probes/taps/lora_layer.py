@@ -10,7 +10,7 @@ Legend: T tokens, I inputs, O outputs, R rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,21 +34,23 @@ from gradscope.probes.targets import Target
 PEFT_LAYER = "peft.tuners.lora.layer"
 
 
-def fuse_lora_layers(model: nn.Module, targets: Sequence[Target], collector: Collector) -> Callable[[], None]:
+def fuse_lora_layers(
+    model: nn.Module, targets: Mapping[int, Target], collector: Collector
+) -> Callable[[], None]:
     """Replaces the forward of the model's plain LoRA layers; returns what undoes it.
 
     The taps on `lora_A` and `lora_B` stay: they are silent while the node runs, and measure when a call is
     left to PEFT's forward (several active adapters, DoRA, merged weights, `adapter_names`, ...).
+
+    Args:
+        model: The model.
+        targets: What is tapped, by the `id` of its module.
+        collector: Where gradients go.
     """
-    peft = sys.modules.get(PEFT_LAYER)
-    by_module = {id(target.module): target for target in targets}
     undo = [
-        replace_forward(module, FusedLora(module, adapters, collector))
-        for module in (model.modules() if peft is not None else ())
-        if type(module).forward is peft.Linear.forward
-        and "forward" not in module.__dict__
-        and is_plain_linear(module.base_layer)
-        and (adapters := _plain_adapters(module, by_module))
+        replace_forward(layer, FusedLora(layer, adapters, collector))
+        for layer in list(lora_layers(model))
+        if is_plain_linear(layer.base_layer) and (adapters := plain_adapters(layer, targets))
     ]
 
     def restore() -> None:
@@ -77,8 +79,21 @@ class Adapter:
     dropout: nn.Module
 
 
-def _plain_adapters(layer: Any, targets: Mapping[int, Target]) -> dict[str, Adapter]:
-    """Returns the adapters of a layer that are two matrices without bias and nothing else."""
+def lora_layers(model: nn.Module) -> Iterator[Any]:
+    """Returns the linear LoRA layers of PEFT that have PEFT's own forward; none without PEFT."""
+    peft = sys.modules.get(PEFT_LAYER)
+    for module in model.modules() if peft is not None else ():
+        if type(module).forward is peft.Linear.forward and "forward" not in module.__dict__:
+            yield module
+
+
+def plain_adapters(layer: Any, targets: Mapping[int, Target]) -> dict[str, Adapter]:
+    """Returns the adapters of a layer that are two matrices without bias and nothing else.
+
+    Args:
+        layer: A LoRA layer.
+        targets: What is tapped, by the `id` of its module.
+    """
     found = {}
     for name, first in layer.lora_A.items():
         second = layer.lora_B[name]
