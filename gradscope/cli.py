@@ -33,6 +33,7 @@ COMMANDS = {
     "evaluate": "Measure the accuracy of a run's checkpoint on held-out problems.",
     "diagnose": "Say what went wrong in a saved run, how sure that is, and what the log cannot tell.",
     "inspect": "Show what a run holds: steps, gaps, segments, sizes, provenance, damage.",
+    "watch": "Show a run in the terminal while it grows.",
     "figures": "Draw the mechanism figures of one or several runs.",
     "import": "Make a run file of the log of another tool.",
     "export": "Write a run's numbers for another tool.",
