@@ -87,6 +87,11 @@ class Variable:
         """The value that stands for missing."""
         return fill_value(self.dtype)
 
+    @property
+    def numpy_dtype(self) -> str:
+        """How numpy calls the type in memory, where texts are Python's own."""
+        return "O" if self.dtype == "str" else self.dtype
+
 
 @dataclass(frozen=True)
 class Table:

@@ -75,8 +75,9 @@ def num_rows(columns: Mapping[str, Column], table: str) -> int:
 
 def empty_column(variable: Variable, num: int, layout: Layout) -> Column:
     """Returns a column of nothing but missing values."""
-    dtype = object if variable.dtype == "str" else variable.dtype
-    return np.full((num, *layout.shape(variable)), variable.fill, dtype=dtype)
+    if num == 1:
+        return layout.empty_row(variable).copy()
+    return np.full((num, *layout.shape(variable)), variable.fill, dtype=variable.numpy_dtype)
 
 
 def join(batches: Sequence[Batch], layout: Layout) -> Batch:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradscope.runfile.batch import Column, Columns, empty_column
 from gradscope.runfile.layout import Layout
-from gradscope.schema import Variable
+from gradscope.schema import Variable, base_dim
 
 Row = dict[str, Any]
 """Column to a number, a text, a mapping by label, an array, or a `Placed` array."""
@@ -19,6 +19,11 @@ Row = dict[str, Any]
 
 Notice = Callable[[str, str], None]
 """Takes a key and a sentence; of each key only the first is told."""
+
+
+_WIDE = ("i8", "i4", "f8", "f4")
+_SMALL = 2**24
+"""Whole numbers below are held exactly by each of these types."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,20 @@ def _assign(
     column: Column, position: int, variable: Variable, value: Any, layout: Layout, notice: Notice
 ) -> None:
     if isinstance(value, Placed):
-        axes = zip(variable.dims[1:], value.labels, strict=True)
-        places = [[layout.index(dim)[label] for label in labels] for dim, labels in axes]
-        column[position][np.ix_(*places)] = fitted(value.values, variable, notice)
+        values = fitted(value.values, variable, notice)
+        axes = list(zip(variable.dims[1:], value.labels, strict=True))
+        if all(tuple(labels) == layout.labels[base_dim(dim)] for dim, labels in axes):
+            column[position] = values
+        else:
+            places = [[layout.index(dim)[label] for label in labels] for dim, labels in axes]
+            column[position][np.ix_(*places)] = values
     elif isinstance(value, Mapping):
         index = layout.index(variable.dims[1])
+        is_float = variable.dtype.startswith("f")
+        row = column[position]
         for label, inner in value.items():
-            column[position, index[label]] = _stored(inner, variable, notice)
+            plain = is_float and isinstance(inner, float)
+            row[index[label]] = inner if plain else _stored(inner, variable, notice)
     elif variable.dtype == "str":
         column[position] = text(value)
     elif column.ndim > 1:
@@ -66,6 +78,8 @@ def _assign(
 
 def _stored(value: Any, variable: Variable, notice: Notice) -> Any:
     """Returns one number as the variable stores it, missing where it is none."""
+    if type(value) is int and -_SMALL < value < _SMALL and variable.dtype in _WIDE:
+        return value
     found = number(value)
     if found is not None:
         return fitted(found, variable, notice)
@@ -77,6 +91,8 @@ def _stored(value: Any, variable: Variable, notice: Notice) -> Any:
 
 def number(value: Any) -> float | None:
     """Returns a number, array of one or tensor of one as a float; None when it is none of these."""
+    if isinstance(value, float):  # as numpy's own is
+        return value
     if isinstance(value, str) or value is None:
         return None
     try:

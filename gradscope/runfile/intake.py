@@ -222,7 +222,11 @@ class Intake:
     def _fits(self, variable: Variable, value: Any) -> bool:
         if len(variable.dims) == 1:
             return number(value) is not None
-        if not isinstance(value, Mapping) or not all(key == text(key) for key in value):
+        if not isinstance(value, Mapping):
+            return False
+        if value.keys() <= self.layout.index(variable.dims[1]).keys():
+            return True
+        if not all(key == text(key) for key in value):
             return False
         if variable.dims[1] == "phase":
             self.layout = self.layout.with_labels("phase", value)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gradscope.errors import SchemaError, unknown_name
 from gradscope.schema import (
     EXTRA_CONTRIBUTORS,
@@ -97,6 +100,15 @@ class Layout:
         """Returns the shape of one row of a variable."""
         return tuple(self.size(dim) for dim in variable.dims[1:])
 
+    def empty_row(self, variable: Variable) -> NDArray[Any]:
+        """Returns one row of a variable with nothing in it, to be copied; `[1, ...]`."""
+        key = (variable.name, variable.dims, variable.dtype)
+        row = self._empty_rows.get(key)
+        if row is None:
+            row = np.full((1, *self.shape(variable)), variable.fill, dtype=variable.numpy_dtype)
+            self._empty_rows[key] = row
+        return row
+
     def variable(self, table: str, name: str) -> Variable | None:
         """Returns a variable of the schema or of the user, or None."""
         known = TABLES[table].variable(name)
@@ -104,17 +116,20 @@ class Layout:
 
     def index(self, dim: str) -> Mapping[str, int]:
         """Returns label to position along a dim."""
-        return self._positions[base_dim(dim)]
+        return self._positions[dim]
 
     @cached_property
     def _user_by_name(self) -> dict[tuple[str, str], Variable]:
         return {(table, v.name): v for table, variables in self.user.items() for v in variables}
 
     @cached_property
+    def _empty_rows(self) -> dict[tuple[Any, ...], NDArray[Any]]:
+        return {}
+
+    @cached_property
     def _positions(self) -> dict[str, dict[str, int]]:
-        return {
-            dim: {label: index for index, label in enumerate(labels)} for dim, labels in self.labels.items()
-        }
+        own = {dim: {label: at for at, label in enumerate(labels)} for dim, labels in self.labels.items()}
+        return {**own, **{mirror: own[dim] for mirror, dim in MIRROR_DIMS.items()}}
 
     @cached_property
     def identity(self) -> int:

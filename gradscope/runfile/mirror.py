@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ class MetricsMirror:
 
     def append(self, step: int, records: Sequence[UpdateRecord], metrics: Mapping[str, Any]) -> bool:
         """Writes the line of one step; says whether the disk took it."""
-        line: dict[str, Any] = {"step": step, **dict(_flat("", metrics)), **_updates(records)}
+        line: dict[str, Any] = {"step": step}
+        _flatten("", metrics, line)
+        line |= _updates(records)
         line["step"] = step  # also where the caller logs something of that name
         data = (json.dumps(line, default=str) + "\n").encode()
         try:
@@ -82,16 +84,17 @@ class MetricsMirror:
         self._file.close()
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float | str | None]]:
+def _flatten(prefix: str, values: Mapping[str, Any], line: dict[str, Any]) -> None:
+    """Puts the values into a line under their paths."""
     for name, value in values.items():
         path = f"{prefix}/{name}" if prefix else str(name)
-        if isinstance(value, Mapping):
-            yield from _flat(path, value)
+        if isinstance(value, dict | Mapping):
+            _flatten(path, value, line)
         elif isinstance(value, str):
-            yield path, value
-        elif (found := number(value)) is not None and not math.isnan(found):
+            line[path] = value
+        elif (found := number(value)) is not None and found == found:
             # JSON has no infinity; a missing value is left out.
-            yield path, found if math.isfinite(found) else None
+            line[path] = found if -math.inf < found < math.inf else None
 
 
 def _updates(records: Sequence[UpdateRecord]) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def _updates(records: Sequence[UpdateRecord]) -> dict[str, Any]:
     for record in records:
         place = f"/{seen[record.policy]}" if num[record.policy] > 1 else ""
         seen[record.policy] += 1
-        values |= dict(_flat(f"updates/{record.policy}{place}", record.scalars))
+        _flatten(f"updates/{record.policy}{place}", record.scalars, values)
     return values
 
 
