@@ -23,6 +23,7 @@ def refuse_models(model: nn.Module) -> None:
                 f"attach(): the model is probed already (at '{name}'); call detach() of the first scope."
             )
         _refuse_batch_statistics(name, module)
+        _refuse_sparse_gradients(name, module)
         _refuse_foreign_paths(name, module)
 
 
@@ -49,6 +50,15 @@ _FLATTENING = {
     "DeepSpeedEngine": "DeepSpeed keeps gradients to itself",
 }
 """Wrappers after which parameters have no gradients of their own."""
+
+
+def _refuse_sparse_gradients(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        raise ProbeError(
+            f"attach(): '{name}' ({type(module).__name__}) has sparse gradients, which have no inner "
+            "products here; set sparse=False, or freeze it."
+        )
+
 
 _MEGATRON = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding")
 """Layers whose weight is one shard of a larger one."""

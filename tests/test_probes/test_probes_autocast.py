@@ -110,3 +110,30 @@ def test_a_gradient_scaler_is_divided_out_once(nano, mode):
         scaler.step(optimizer)
         scaler.update()
     assert nano.gram_error(record.gram, expected) <= COARSE
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_layer_norms_under_autocast(toy, nano, autocast):
+    """They run in float32 there, whatever comes in."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+    x, slots = toy.data(6)[0].float(), ["solver/0", "judge/0", "judge/0"] * 2
+
+    def loss(rows):
+        with torch.autocast("cpu", dtype=autocast):
+            return model(x[rows]).square().sum()
+
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    expected = {}
+    for slot in toy.slots:
+        rows = [row for row, name in enumerate(slots) if name == slot]
+        expected[slot] = dict(zip(names, torch.autograd.grad(loss(rows), parameters), strict=True))
+    with probes.attach(model, toy.slots) as scope:
+        with scope.rows(slots):
+            total = loss(range(6))
+        total.backward()
+        found = {slot: scope.slot_gradients(slot) for slot in toy.slots}
+        record = scope.step(toy.sgd(model))
+    assert nano.gram_error(record.gram, nano.gram(expected)) <= COARSE
+    for name in ("1.weight", "1.bias"):  # the forward pass is the same, so that nothing is rounded apart
+        total = sum(parts[name] for parts in found.values())
+        torch.testing.assert_close(total, model.get_parameter(name).grad, rtol=1e-5, atol=1e-5)

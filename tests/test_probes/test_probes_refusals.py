@@ -220,6 +220,14 @@ def test_a_policy_with_gradients_but_no_rows_is_refused(nano):
         scope.step(everything)
 
 
+def test_sparse_gradients_are_refused():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    with pytest.raises(ProbeError, match=r"'0' \(Embedding\) has sparse gradients.*set sparse=False"):
+        probes.attach(model, {"a": "a"})
+    model[0].requires_grad_(False)
+    probes.attach(model, {"a": "a"}).detach()
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_statistics_mix_slots_and_are_refused(affine):
     norm = torch.nn.BatchNorm1d(4, affine=affine)
