@@ -161,7 +161,7 @@ def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.d
     num_blocks, lengths = len(plan.bounds), {stop - start for start, stop in plan.bounds}
     repeats = num_blocks // num_cells
     regular = plan.places == [place for place in range(num_cells) for _ in range(repeats)]
-    order = None if plan.order is None else torch.tensor(plan.order, device=device)
+    order = None if plan.order is None else torch.tensor(plan.order, device=device, dtype=torch.long)
     padding = plan.padded
     filled = None if padding is None else ~torch.tensor(padding, device=device).unsqueeze(1)
     num_ordered = len(place_N if plan.order is None else plan.order)

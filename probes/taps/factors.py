@@ -60,6 +60,8 @@ def add_factors(
         The sum over blocks of each parameter's gradient; None without `totals`.
     """
     span, fresh = into.receive([factors.parameter for factors in layer])
+    if not cut.places:
+        return [torch.zeros_like(factors.parameter) for factors in layer] if totals else None
     if cut.order is not None:
         layer = [_gather(factors, cut, tokens) for factors in layer]
     if cut.repeats == 1 and fresh and (span.whole is not None or not totals):
