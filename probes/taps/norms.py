@@ -88,7 +88,7 @@ def add_affine(
 
 def _slope(module: nn.Module, affine: Affine, x: torch.Tensor, name: str) -> torch.Tensor:
     if isinstance(module, nn.LayerNorm):
-        x = x.to(module.get_parameter(name).dtype)  # as autocast does, which is not on in the backward
+        x = x.to(module.get_parameter(name).dtype)  # autocast, which lets types differ, is not on now
     zeros = {other: 0.0 for other, p in module._parameters.items() if p is not None}
     ones = _run(module, x, zeros | {name: 1.0})
     return ones if affine.vanishes else ones - _run(module, x, zeros)

@@ -114,7 +114,7 @@ def test_a_gradient_scaler_is_divided_out_once(nano, mode):
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 def test_layer_norms_under_autocast(toy, nano, autocast):
-    """They run in float32 there, whatever comes in."""
+    """Their input is coarse, their weights are not."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
     x, slots = toy.data(6)[0].float(), ["solver/0", "judge/0", "judge/0"] * 2
 
@@ -134,6 +134,7 @@ def test_layer_norms_under_autocast(toy, nano, autocast):
         found = {slot: scope.slot_gradients(slot) for slot in toy.slots}
         record = scope.step(toy.sgd(model))
     assert nano.gram_error(record.gram, nano.gram(expected)) <= COARSE
-    for name in ("1.weight", "1.bias"):  # the forward pass is the same, so that nothing is rounded apart
-        total = sum(parts[name] for parts in found.values())
-        torch.testing.assert_close(total, model.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
+    for name in ("1.weight", "1.bias"):  # autograd rounds its own to the coarse type
+        gradient = model.get_parameter(name).grad
+        gap = sum(parts[name] for parts in found.values()) - gradient
+        assert gap.norm() <= COARSE * gradient.norm()
