@@ -28,6 +28,16 @@ def test_the_readme_starts_with_the_two_commands():
     assert [line.split("#")[0].strip() for line in first] == ["make demo", "make test"]
 
 
+def test_the_block_for_other_trainers_is_one_short_script_with_five_lines_of_ours():
+    section = README.partition("Instrument your own trainer")[2]
+    lines = section.partition("```python\n")[2].partition("```")[0].splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 110
+    assert [line.rpartition("# ")[2] for line in lines if line[-1:].isdigit() and "  # " in line] == list(
+        "12345"
+    )
+
+
 @pytest.mark.timeout(240)
 def test_every_command_and_example_works(tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"question": "What is 1 + 1?", "final_answer": "2"}\n' * 40)
@@ -47,4 +57,12 @@ def test_every_command_and_example_works(tmp_path):
         [sys.executable, "-W", "error", "-c", examples], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "mine" / "run.h5").is_file()
+    for command in ("diagnose", "inspect"):
+        read = subprocess.run(
+            [sys.executable, "-m", "gradscope", command, "runs/mine"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert read.returncode == 0, read.stderr
+        assert "generator" in read.stdout

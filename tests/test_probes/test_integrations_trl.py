@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import trl.trainer.utils as trl_utils
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -231,6 +232,15 @@ def test_single_rows_are_measured_with_the_head_that_trl_fuses(tmp_path, lora):
         place = int(row_id.removeprefix("0."))
         expected = float(gradient(given, plain, lambda _, at, place=place: at == place).norm())
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5 * largest)
+
+
+def test_positions_are_told_apart_where_the_head_scores_completions_only(tmp_path, monkeypatch):
+    # As TRL does on an accelerator.
+    monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)
+    trainer = probed(tmp_path, lora=False, trainer=Replay, max_steps=1)
+    trainer.train()
+    plain = make(tmp_path / "plain", lora=False)
+    assert max(gram_errors(trainer, plain, open_run(tmp_path / "run"))) <= 1e-5
 
 
 def test_rows_that_lose_their_place_would_be_seen(tmp_path, monkeypatch):
