@@ -1,11 +1,10 @@
 """Which slot, and which cell of it, each row of a micro-batch belongs to, run-length encoded once.
 
-Legend: N rows (tokens when packed), K slots, B blocks of rows.
+Legend: N rows (tokens when packed), K slots.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,10 +17,6 @@ from gradscope.probes.cells import Cells, cell_code
 
 UNTAGGED = -1
 """Index of rows that belong to no slot, such as the padding at the end of a packed sequence."""
-
-LONG_RUN_TOKENS = 256
-"""Runs at least this long are multiplied where they stand; copying them into slot order costs more than
-the calls it saves (one call costs about as much as copying 200 tokens of 64 features, on CPU)."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +39,6 @@ class RowPlan:
 
     pieces: tuple[Piece, ...]
     order: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """The rows of a micro-batch as equal blocks, each of one cell, so that one batched product does all.
-
-    Attributes:
-        rows: Rows of a block, the largest number that divides every run.
-        cells: Cell of each block, counting within the policy, `[B]`.
-        is_every_cell: Whether the blocks are the policy's cells, each once and in order.
-    """
-
-    rows: int
-    cells: torch.Tensor
-    is_every_cell: bool
 
 
 class RowBatch:
@@ -121,8 +101,7 @@ class RowBatch:
         self.cuts: dict[Hashable, object] = {}
         self._runs = tuple(_runs(self.cell_N))
         self._places: dict[tuple[Cells, torch.device], torch.Tensor] = {}
-        self._plans: dict[tuple[Cells, bool, torch.device], RowPlan] = {}
-        self._blocks: dict[tuple[Cells, torch.device], RowBlocks | None] = {}
+        self._plans: dict[tuple[Cells, torch.device], RowPlan] = {}
 
     def __len__(self) -> int:
         return len(self.slot_N)
@@ -174,26 +153,13 @@ class RowBatch:
             self._places[key] = torch.tensor(places, device=device)
         return self._places[key]
 
-    def plan(self, cells: Cells, device: torch.device, *, tokens_per_row: int | None = None) -> RowPlan:
-        """Returns how the rows are cut into the cells of a policy.
-
-        Many short runs are sorted together, few or long ones are left in place; without `tokens_per_row` each
-        cell gets one piece.
-        """
-        in_order = len(self._runs) == len({run.cell for run in self._runs})
-        run_tokens = 0.0 if tokens_per_row is None else len(self) * tokens_per_row / len(self._runs)
-        together = not in_order and run_tokens < LONG_RUN_TOKENS
-        key = (cells, together, device)
+    def plan(self, cells: Cells, device: torch.device) -> RowPlan:
+        """Returns how the rows are cut into the cells of a policy, one piece a cell."""
+        together = len(self._runs) > len({run.cell for run in self._runs})
+        key = (cells, device)
         if key not in self._plans:
             self._plans[key] = self._make_plan(cells, device, together=together)
         return self._plans[key]
-
-    def blocks(self, cells: Cells, device: torch.device) -> RowBlocks | None:
-        """Returns the rows as equal blocks; None where some rows belong to no slot of the policy."""
-        key = (cells, device)
-        if key not in self._blocks:
-            self._blocks[key] = self._make_blocks(cells, device)
-        return self._blocks[key]
 
     def _make_plan(self, cells: Cells, device: torch.device, *, together: bool) -> RowPlan:
         order, runs = None, self._runs
@@ -204,14 +170,6 @@ class RowBatch:
         local = cells.local
         pieces = tuple(Piece(local[run.cell], run.start, run.stop) for run in runs if run.cell in local)
         return RowPlan(pieces, order)
-
-    def _make_blocks(self, cells: Cells, device: torch.device) -> RowBlocks | None:
-        if not self.slots.issubset(cells.slots) or UNTAGGED in self.slot_N:
-            return None
-        rows = math.gcd(*(run.stop - run.start for run in self._runs))
-        places = [cells.local[cell] for cell in self.cell_N[::rows]]
-        is_every_cell = places == list(range(len(cells)))
-        return RowBlocks(rows, torch.tensor(places, device=device), is_every_cell)
 
 
 def _runs(cells: Iterable[int]) -> Iterable[Piece]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradscope import probes
 from gradscope.probes.cells import Cells
-from gradscope.probes.rows import LONG_RUN_TOKENS, UNTAGGED, RowBatch
+from gradscope.probes.rows import UNTAGGED, RowBatch
 
 CPU = torch.device("cpu")
 ALL = Cells((0, 1, 2), 3)
@@ -24,33 +24,20 @@ def batch(*slots):
 
 
 def test_rows_in_slot_order_stay_in_place():
-    plan = batch(0, 0, 2).plan(ALL, CPU, tokens_per_row=1)
+    plan = batch(0, 0, 2).plan(ALL, CPU)
     assert plan.order is None
     assert pieces(plan) == [(0, 0, 2), (2, 2, 3)]
 
 
-def test_short_runs_are_sorted_and_long_ones_are_not():
-    rows = batch(0, 1, 0, 1)
-    short = rows.plan(ALL, CPU, tokens_per_row=LONG_RUN_TOKENS - 1)
-    assert short.order.tolist() == [0, 2, 1, 3]
-    assert pieces(short) == [(0, 0, 2), (1, 2, 4)]
-    long = rows.plan(ALL, CPU, tokens_per_row=LONG_RUN_TOKENS)
-    assert long.order is None
-    assert pieces(long) == [(0, 0, 1), (1, 1, 2), (0, 2, 3), (1, 3, 4)]
+def test_rows_that_alternate_are_brought_together():
+    plan = batch(0, 1, 0, 1).plan(ALL, CPU)
+    assert plan.order.tolist() == [0, 2, 1, 3]
+    assert pieces(plan) == [(0, 0, 2), (1, 2, 4)]
 
 
 def test_slots_are_counted_within_the_policy_and_untagged_rows_left_out():
     plan = batch(2, 2, UNTAGGED, 1).plan(LAST_TWO, CPU)
     assert pieces(plan) == [(1, 0, 2), (0, 3, 4)]
-    assert batch(2, 2, UNTAGGED, 1).blocks(LAST_TWO, CPU) is None
-    assert batch(0, 1).blocks(LAST_TWO, CPU) is None
-
-
-def test_blocks_are_as_long_as_every_run_allows():
-    blocks = batch(0, 0, 2, 2, 2, 2, 1, 1).blocks(ALL, CPU)
-    assert (blocks.rows, blocks.cells.tolist(), blocks.is_every_cell) == (2, [0, 2, 2, 1], False)
-    blocks = batch(0, 0, 1, 1, 2, 2).blocks(ALL, CPU)
-    assert (blocks.rows, blocks.cells.tolist(), blocks.is_every_cell) == (2, [0, 1, 2], True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
