@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
+import tempfile
 import warnings
 
 import numpy as np
@@ -11,11 +13,15 @@ import pytest
 import torch
 from conftest import EXACT, SLOTS, Nano
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+import gradscope
 from gradscope import probes
+from gradscope.probes import ranks as ranks_module
+from gradscope.probes.distributed import Replicas
 from gradscope.probes.halves import digest_of
 
 NANO = Nano()
@@ -541,3 +547,83 @@ def verification(rank, world):
             scope.verify(losses(rolled), batch.slots, slot="generator/0")
         backward_all(scope, wrapped, batches_of(rank), rank, factor=1.0, quiet=wrapped.no_sync)
         same_on_all_ranks(scope.step(torch.optim.SGD(wrapped.parameters(), lr=0.1)))
+
+
+def hybrid_shards(rank, world):
+    """Shards within pairs of ranks, copies across pairs."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards"))
+    model = shard(NANO.model(), reshard=True, mesh=mesh)
+    with probes.attach(model, ROLES) as scope:
+        train("full", model, scope, world, rank, quiet=quiet_shards(model), steps=2)
+
+
+def work_that_fails_on_one_rank(rank, world):
+    """What one process cannot do none does; they part at the same place."""
+    wrapped = DistributedDataParallel(NANO.lora())
+    ranks = Replicas(wrapped)
+
+    def work():
+        if rank == 1:
+            raise MemoryError("no room")
+        return rank
+
+    with pytest.raises(probes.ProbeError, match=f"on rank 1 of {world}: MemoryError: no room"):
+        ranks.together(work)
+    assert ranks.together(lambda: rank) == rank
+    assert ranks.unanimous(True)
+    assert not ranks.unanimous(rank == 0)
+
+
+def pieces_in_windows(rank, world):
+    """What is sent at a time does not change what arrives."""
+    sizes = [(5, 3), (1,), (2, 4), (7,)]
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    )
+    wrapped = DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(rank)
+    sums = torch.randn(3, sum(p.numel() for p in model), generator=generator, dtype=torch.float64)
+    whole = sums.clone()
+    distributed.all_reduce(whole)
+    before = ranks_module.BUFFER_NUMBERS
+    try:
+        for numbers in (1, 3 * world, 3 * world * 2, before):
+            ranks_module.BUFFER_NUMBERS = numbers
+            replicas = Replicas(wrapped)
+            found = replicas.local_sums(sums, list(model))
+            columns = whole.split([p.numel() for p in model], dim=1)
+            expected = (
+                torch.cat([torch.stack([replicas.local(row) for row in part]) for part in columns], dim=1)
+                / world
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    finally:
+        ranks_module.BUFFER_NUMBERS = before
+
+
+def one_rank_writes(rank, world):
+    """A second writer of the same run is turned away in one line."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    distributed.broadcast_object_list(folder)
+    settings = {"slots": ROLES, "policies": dict.fromkeys(ROLES, "default"), "world_size": world}
+    wrapped = DistributedDataParallel(NANO.lora())
+    batch = batches_of(rank)[0]
+    with probes.attach(wrapped, ROLES) as scope:
+        with scope.rows(batch.slots):
+            loss = loss_of(wrapped, batch)
+        loss.backward()
+        record = scope.step(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    if rank == 0:
+        with gradscope.RunWriter(f"{folder[0]}/run", **settings) as writer:
+            writer.append(1, record)
+            distributed.barrier()
+            distributed.barrier()
+        run = gradscope.open_run(f"{folder[0]}/run")
+        np.testing.assert_array_equal(run["updates"]["gram"].values[0], record.gram)
+        assert run["segments"]["world_size"].values.tolist() == [world]
+        shutil.rmtree(folder[0])
+    else:
+        distributed.barrier()
+        with pytest.raises(gradscope.errors.RunFileError):
+            gradscope.RunWriter(f"{folder[0]}/run", **settings)
+        distributed.barrier()

@@ -16,7 +16,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-DEADLINE = 150.0
+DEADLINE = 240.0
 """Seconds after which a rank shows where it stands and ends itself."""
 
 
@@ -55,7 +55,7 @@ def run(rank: int, world: int, folder: Path, checks: object, names: list[str]) -
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     found: dict[str, object] = {}
     try:

@@ -9,9 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from gradscope import open_run
+
 HERE = Path(__file__).parent
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 
 
 class Group:
@@ -30,13 +38,8 @@ class Group:
             "rank_checks",
             *names,
         ]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
         group = subprocess.Popen(
-            command, env=environment, start_new_session=True, text=True, stderr=subprocess.PIPE
+            command, env=ENVIRONMENT, start_new_session=True, text=True, stderr=subprocess.PIPE
         )
         try:
             _, errors = group.communicate(timeout=seconds)
@@ -59,17 +62,61 @@ def group(tmp_path: Path) -> Group:
     return Group(tmp_path)
 
 
+TWO_RANKS = (
+    "ddp_lora_attached_before",
+    "ddp_full_attached_after",
+    "fsdp_lora_attached_before",
+    "fsdp_full_attached_after",
+    "fsdp_full_attached_to_shards",
+    "fused_layers",
+    "pure_micro_batches",
+    "other_ways_to_shard",
+    "summed_per_rank_grams_are_wrong",
+    "a_policy_without_rows_on_a_rank",
+    "problems_that_stay_on_a_rank",
+    "problems_spread_over_ranks",
+    "a_failure_on_one_rank_ends_all",
+    "work_that_fails_on_one_rank",
+    "nothing_announced_keeps_the_scope",
+    "ways_that_are_refused",
+    "verification",
+    "pieces_in_windows",
+    "one_rank_writes",
+)
+
+
 def test_two_ranks(group):
+    group.check(2, *TWO_RANKS)
+
+
+def test_four_ranks(group):
+    group.check(4, "ddp_lora_attached_before", "fsdp_full_attached_after", "hybrid_shards")
+
+
+@pytest.mark.slow
+def test_four_ranks_in_other_ways(group):
     group.check(
-        2,
-        "ddp_lora_attached_before",
-        "ddp_full_attached_after",
+        4,
         "fsdp_lora_attached_before",
-        "fsdp_full_attached_after",
-        "summed_per_rank_grams_are_wrong",
-        "a_policy_without_rows_on_a_rank",
-        "problems_that_stay_on_a_rank",
-        "problems_spread_over_ranks",
+        "fused_layers",
+        "other_ways_to_shard",
         "a_failure_on_one_rank_ends_all",
-        "nothing_announced_keeps_the_scope",
+        "work_that_fails_on_one_rank",
+        "pieces_in_windows",
     )
+
+
+@pytest.mark.slow
+def test_torchrun(root, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = root / "examples" / "instrument_ddp.py"
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run(
+        [*command, str(script), str(tmp_path / "run")], env=environment, check=True, timeout=250, cwd=root
+    )
+    updates = open_run(tmp_path / "run")["updates"]
+    assert updates["step"].values.tolist() == [1, 2, 3, 4]
+    assert (updates["num_rows"].values == 8).all()
+    assert np.isfinite(updates["gram"].values).all()
+    assert np.isfinite(updates["gram_cross"].values).all()
+    assert (updates["attribution_residual"].values < 1e-4).all()
