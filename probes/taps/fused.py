@@ -134,7 +134,7 @@ class FusedLinear:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer returns; with gradients, through one node of the graph."""
-        module = self.target.module
+        module: Any = self.target.module
         if not self._differentiable(input):
             batch = self.collector.rows
             if batch is not None:

@@ -81,7 +81,7 @@ class Adapter:
 
 def lora_layers(model: nn.Module) -> Iterator[Any]:
     """Returns the linear LoRA layers of PEFT that have PEFT's own forward; none without PEFT."""
-    peft = sys.modules.get(PEFT_LAYER)
+    peft: Any = sys.modules.get(PEFT_LAYER)
     for module in model.modules() if peft is not None else ():
         if type(module).forward is peft.Linear.forward and "forward" not in module.__dict__:
             yield module
@@ -110,7 +110,7 @@ class FusedLora:
 
     def __init__(self, layer: Any, adapters: Mapping[str, Adapter], collector: Collector) -> None:
         self.layer = layer
-        self.base = layer.base_layer
+        self.base: Any = layer.base_layer
         self.adapters = dict(adapters)
         self.collector = collector
         self.original = layer.forward
@@ -122,7 +122,8 @@ class FusedLora:
             return self.original(x, *args, **kwargs)
         # Looked up where modules keep them: the attribute costs ten times as much.
         base = self.base._parameters
-        first, second = (part.module._parameters["weight"] for part in (adapter.first, adapter.second))
+        parts: tuple[Any, Any] = (adapter.first.module, adapter.second.module)
+        first, second = (part._parameters["weight"] for part in parts)
         noise, dropout = None, adapter.dropout
         if dropout.training and not isinstance(dropout, nn.Identity):
             # The factors that dropout draws for the adapter's input: PEFT draws the same numbers.
@@ -143,7 +144,9 @@ class FusedLora:
 
     def _fusable(self, x: torch.Tensor, adapter: Adapter) -> bool:
         """Whether the node can do what the layer does with this input."""
-        base, first, second = self.base, adapter.first.module, adapter.second.module
+        base: Any = self.base
+        first: Any = adapter.first.module
+        second: Any = adapter.second.module
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             return False

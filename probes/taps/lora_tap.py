@@ -1,7 +1,7 @@
 """One tap for both matrices of a LoRA layer: half the autograd nodes that a tap on each makes.
 
 PEFT computes v = u B^T with u = dropout(x) A^T. The tap stands behind A: it sees x, u and, in the backward,
-the gradient of u. The gradient of v, which comes first, is left there for it by a hook on v that keeps nothing
+the gradient of u. The gradient of v, which comes first, is left there for it by a hook on v that keeps none
 of the forward. Autograd computes what it computes without a tap, so `.grad` stays bitwise what it is.
 
 Legend: T tokens, I inputs, O outputs, R rank.
@@ -76,7 +76,7 @@ class FirstTap(Tap):
         x = (args[0] if args else next(iter(kwargs.values()))).detach()
         handover = Handover()
         rows = passage(self.collector, self.target, self.adapter.policy, x)
-        call = LoraTapCall(rows, self.adapter, handover, module.weight.requires_grad)
+        call = LoraTapCall(rows, self.adapter, handover, bool(module.weight.requires_grad))
         u = _Behind.apply(output, cast(x, output.dtype), call)
         self.waiting = (u, handover)
         return u
