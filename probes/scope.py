@@ -75,8 +75,8 @@ class Scope:
 
     @property
     def backward_seconds(self) -> float:
-        """Host time spent on slot gradients inside backward passes since `attach`."""
-        return self._collector.seconds
+        """Host time spent inside backward passes and inside the steps of optimizers since `attach`."""
+        return self._collector.seconds + self._updates.attributor.seconds
 
     @property
     def waiting(self) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from gradscope.train.policy import Policies
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "optimizer.pt"
+PROBES_FILE = "probes.pt"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class State:
     tracker_ids: dict[str, str] = field(default_factory=dict)
 
 
-def save_checkpoint(run: Path, policies: Policies, state: State, *, keep: int) -> Path:
+def save_checkpoint(
+    run: Path, policies: Policies, state: State, *, keep: int, measured: Mapping[str, Any] | None = None
+) -> Path:
     """Writes a checkpoint and removes old ones.
 
     The folder is written beside its place and renamed, so a crash leaves the one before. A run comes to a
@@ -51,6 +55,7 @@ def save_checkpoint(run: Path, policies: Policies, state: State, *, keep: int) -
         policies: Adapters and optimizers.
         state: What else to keep.
         keep: Latest checkpoints to keep; the best one and this one are kept beside them.
+        measured: What probes need to go on; nothing is written without.
     """
     folder = run / FOLDER
     target = folder / _name(state.step)
@@ -59,14 +64,16 @@ def save_checkpoint(run: Path, policies: Policies, state: State, *, keep: int) -
     else:
         scratch = target.with_name(f".{target.name}.tmp")
         try:
-            _write(scratch, target, policies, state)
+            _write(scratch, target, policies, state, measured)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     _prune(run, keep=keep, spared=(state.step, state.best_step))
     return target
 
 
-def _write(scratch: Path, target: Path, policies: Policies, state: State) -> None:
+def _write(
+    scratch: Path, target: Path, policies: Policies, state: State, measured: Mapping[str, Any] | None
+) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     for name in policies.names:
         adapter = scratch / name
@@ -75,6 +82,8 @@ def _write(scratch: Path, target: Path, policies: Policies, state: State) -> Non
         save_file({key: value.contiguous() for key, value in weights.items()}, adapter / WEIGHTS_FILE)
         policies.peft.peft_config[name].save_pretrained(str(adapter))
         torch.save(policies.optimizers[name].state_dict(), adapter / OPTIMIZER_FILE)
+    if measured:
+        torch.save(dict(measured), scratch / PROBES_FILE)
     (scratch / STATE_FILE).write_text(_as_json(state), encoding="utf-8")
     for path in (*scratch.rglob("*"), scratch):
         sync(path)
@@ -140,6 +149,17 @@ def load_checkpoint(checkpoint: Path, policies: Policies, *, with_optimizers: bo
                 "Use the run's own config.yaml, or another checkpoint."
             ) from error
     return state
+
+
+def load_measured(run: Path, step: int) -> dict[str, Any] | None:
+    """Returns what probes saved with the checkpoint of a step; None where nothing can be read."""
+    try:
+        content: dict[str, Any] = torch.load(
+            run / FOLDER / _name(step) / PROBES_FILE, weights_only=True, map_location="cpu"
+        )
+    except Exception:  # whatever torch makes of an absent or damaged file: training goes on without
+        return None
+    return content
 
 
 def _load_policy(folder: Path, policies: Policies, name: str, *, with_optimizer: bool) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from gradscope.errors import RunFileError
 from gradscope.runfile import RunWriter
 from gradscope.runfile.paths import RunPaths
-from gradscope.train.checkpoint import State, checkpoint_steps, save_checkpoint
+from gradscope.train.checkpoint import State, checkpoint_steps, load_measured, save_checkpoint
 from gradscope.train.config import Config
 from gradscope.train.directory import check_out, config_change, default_out, write_description
 from gradscope.train.environment import describe_environment
@@ -83,6 +83,8 @@ class _Run:
         if checkpoint_steps(folder):
             self.state, self.damaged = load_last_whole(folder, session.policies)
             self.saved_step = self.state.step
+            if self.saved_step > 0:
+                session.probe.load(load_measured(folder, self.saved_step))
         self.change = config_change(folder, self.config) if before else ""
         self.lost = ""
         self.environment = describe_environment(session.updater.device)
@@ -240,7 +242,11 @@ class _Run:
             state = replace(state, best_step=step, best_accuracy=evaluations[0].accuracy)
         try:
             path = save_checkpoint(
-                self.folder, self.session.policies, state, keep=self.config.run.keep_checkpoints
+                self.folder,
+                self.session.policies,
+                state,
+                keep=self.config.run.keep_checkpoints,
+                measured=self.session.probe.state(),
             )
         except (OSError, RuntimeError, SafetensorError) as error:
             self.lost = " ".join(str(error).split())[:200]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from gradscope import probes
+from gradscope.errors import ProbeError
 from gradscope.runfile.update import UpdateRecord
 from gradscope.train.batch import Sample
 from gradscope.train.config.sections import ProbesSection
@@ -18,7 +20,6 @@ class Probe:
     """Measures slot gradients while it can.
 
     Attributes:
-        seconds: Wall time spent on probes since last set to 0: in their calls and inside backward passes.
         events: Kind and message of what happened and was not yet taken.
     """
 
@@ -30,14 +31,18 @@ class Probe:
         *,
         section: ProbesSection,
     ) -> None:
-        self.seconds = 0.0
         self.events: list[tuple[str, str]] = []
-        self._counted = 0.0
+        self._cross = section.cross
+        self._own_seconds = 0.0
+        self._before = 0.0
         self._scope: probes.Scope | None = None
         if not section.enabled:
             return
+        attribution = probes.Attribution(
+            enabled=section.attribution != "none", by="slot" if section.attribution == "slot" else "role"
+        )
         try:
-            self._scope = probes.attach(network, roles, policies, mode=section.mode)
+            self._scope = probes.attach(network, roles, policies, mode=section.mode, attribution=attribution)
         except Exception as error:
             self._disable(error)
 
@@ -62,7 +67,7 @@ class Probe:
                     stack.enter_context(
                         self._scope.rows(
                             [sample.row.slot for sample in samples],
-                            problems=[sample.problem for sample in samples],
+                            problems=[sample.problem for sample in samples] if self._cross else None,
                             row_ids=[sample.row.id for sample in samples],
                             tokens=lengths,
                             advantages=[sample.advantage for sample in samples],
@@ -73,11 +78,14 @@ class Probe:
                     )
                 except Exception as error:
                     self._disable(error)
-                self.seconds += time.perf_counter() - begin
+                self._own_seconds += time.perf_counter() - begin
             yield
 
     def step(self, optimizer: torch.optim.Optimizer) -> UpdateRecord | None:
-        """Returns what the backward passes since the last call amount to; call it before clipping."""
+        """Returns what the backward passes since the last call amount to; call it before clipping.
+
+        What was applied fills in while the optimizer steps.
+        """
         if self._scope is None:
             return None
         begin = time.perf_counter()
@@ -86,9 +94,32 @@ class Probe:
         except Exception as error:
             self._disable(error)
             return None
-        self.seconds += time.perf_counter() - begin + self._scope.backward_seconds - self._counted
-        self._counted = self._scope.backward_seconds
+        self._own_seconds += time.perf_counter() - begin
         return record[0] if isinstance(record, list) else record
+
+    def take_seconds(self) -> float:
+        """Returns the wall time spent on probes since the last call, in backward passes and steps too."""
+        now = self._own_seconds
+        if self._scope is not None:
+            now += self._scope.backward_seconds
+        before, self._before = self._before, now
+        return max(0.0, now - before)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what probes need to go on from a checkpoint; empty without them."""
+        return {} if self._scope is None else self._scope.state_dict()
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from a checkpoint's `state`; None where it has none that can be read."""
+        if self._scope is None:
+            return
+        try:
+            if state is None:
+                raise ProbeError("the checkpoint has no state of the probes that can be read")
+            self._scope.load_state_dict(state)
+        except ProbeError as error:
+            message = " ".join(str(error).split())[:300]
+            self.events.append(("coverage", f"Momentum from before counts as carried: {message}"))
 
     def take_events(self) -> list[tuple[str, str]]:
         """Returns the events since the last call."""

@@ -118,15 +118,16 @@ class Session:
         stream = Stream(self.config.train.seed, "train", step)
         episodes = self.play(self.problems(step), group_size=self.config.rollout.group_size, stream=stream)
         rolled_out = time.perf_counter()
-        self.probe.seconds = 0.0
+        self.probe.take_seconds()
         samples = make_samples(episodes, self.config.algorithm)
         if step == 1:
             check_learning(episodes, samples)
         updates = self._update(step, [sample for sample in samples if takes_part(sample)])
+        probing = self.probe.take_seconds()
         seconds = {
             "rollout": rolled_out - begin,
-            "update": time.perf_counter() - rolled_out - self.probe.seconds,
-            "probes": self.probe.seconds,
+            "update": time.perf_counter() - rolled_out - probing,
+            "probes": probing,
         }
         metrics = self._metrics(step, episodes, samples, updates)
         events = [*self.probe.take_events(), *_events(episodes, updates)]

@@ -37,6 +37,7 @@ class Recorder:
         self._next = dict(start.next_numbers)
         self._segment = start.segment
         self._coverage: dict[str, tuple[str, ...]] = {}
+        self._attributed: dict[str, bool] = {}
         self._log = RunLog(paths, start, lock, fsync=fsync)
         if start.rows:
             self._log.put(start.rows, start.layout)
@@ -53,6 +54,7 @@ class Recorder:
         for update, record in enumerate(records, start=first):
             self._put_evidence(step, update, record)
             self._note_coverage(step, record)
+            self._note_attribution(step, record)
 
     def put_evaluation(self, step: int, row: Row, by_role: Mapping[str, Any]) -> None:
         """Writes one evaluation; `by_role` has its numbers by role."""
@@ -155,6 +157,13 @@ class Recorder:
             self._coverage[record.policy] = coverage
             covered = f"does not cover {', '.join(coverage)}" if coverage else "covers all parameters"
             self.event(step, "coverage", f"The Gram of policy '{record.policy}' {covered}.")
+
+    def _note_attribution(self, step: int, record: UpdateRecord) -> None:
+        attributed = record.attribution_reason is None
+        if attributed != self._attributed.get(record.policy, True):
+            self._attributed[record.policy] = attributed
+            what = "attributed again" if attributed else f"not attributed: {record.attribution_reason}"
+            self.event(step, "coverage", f"Applied changes of policy '{record.policy}' are {what}.")
 
     def _warn(self, messages: Sequence[str]) -> None:
         notices, self._intake.notices = self._intake.notices, []

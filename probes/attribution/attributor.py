@@ -6,6 +6,7 @@ Legend: K slots, R roles of all policies, A parts (roles or slots) of one policy
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,7 @@ class Attributor:
 
     Attributes:
         reasons: Policy -> why its last update has no attribution.
+        seconds: Host time spent in the hooks of optimizers.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Attributor:
         evidence: Gathering,
     ) -> None:
         self.reasons: dict[str, str] = {}
+        self.seconds = 0.0
         self._slots = dict(slots)
         self._roles = tuple(dict.fromkeys(slots.values()))
         self._sums = sums
@@ -162,12 +165,13 @@ class Attributor:
         """Returns a hook that never disturbs the optimizer: what fails is the reason for no attribution."""
 
         def run(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [*args[1:], *kwargs.values()]
+            begin, given = time.perf_counter(), [*args[1:], *kwargs.values()]
             try:
                 with torch.no_grad():
                     hook(optimizer, self._watched[optimizer], any(map(callable, given)))
             except Exception as error:
                 self._fail(optimizer, f"{type(error).__name__}: {error}")
+            self.seconds += time.perf_counter() - begin
 
         return run
 

@@ -186,9 +186,13 @@ class ProbesSection(Section):
     """Measurement of each slot's gradient."""
 
     enabled: bool = True
-    """Whether to measure; weights come out bit by bit the same either way."""
-    mode: Literal["auto", "observe"] = "auto"
-    """How gradients are separated; see `gradscope.probes.attach`."""
+    """Whether to measure; weights come out bit by bit the same either way, except in mode `fused`."""
+    mode: Literal["auto", "observe", "fused"] = "auto"
+    """How gradients are separated; see `gradscope.probes.attach`. `fused` is fastest on an accelerator."""
+    cross: bool = True
+    """Whether to measure products between halves of an update's problems, free of a problem's own noise."""
+    attribution: Literal["role", "slot", "none"] = "role"
+    """Whose contributions to applied changes are told apart; each is one more momentum in memory."""
 
 
 class RunSection(Section):
