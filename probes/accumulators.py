@@ -249,9 +249,10 @@ class SlotAccumulators:
         self._agree_on_left_out()
         num_cells = len(self.cells)
         numbers = np.zeros(num_cells * num_cells + 2)
-        for block in self.local_blocks():
+        blocks = self.local_blocks()
+        for products in self.reduction.together(lambda: [self._products(block) for block in blocks]):
             # One copy to the host for each device and dtype.
-            numbers += self.reduction.add_up(self._products(block)).cpu().numpy()
+            numbers += self.reduction.add_up(products).cpu().numpy()
         gram = numbers[:-2].reshape(num_cells, num_cells)
         gap_square, covered_square = (float(number) for number in numbers[-2:])
         left_out = (p for p in self.policy.covered.values() if id(p) in self.left_out)
@@ -304,12 +305,11 @@ class SlotAccumulators:
 
     def _agree_on_left_out(self) -> None:
         """Leaves out of all processes what one of them leaves out."""
-        hooked = [self.policy.covered[name] for name in self.policy.hooked]
-        if hooked:
-            flags = torch.tensor([float(id(p) in self.left_out) for p in hooked], dtype=torch.float64)
-            for parameter, flag in zip(hooked, self.reduction.add_up(flags).tolist(), strict=True):
-                if flag and id(parameter) not in self.left_out:
-                    self.leave_out(parameter)
+        parameters = list(self.policy.covered.values())
+        flags = torch.tensor([float(id(p) in self.left_out) for p in parameters], dtype=torch.float64)
+        for parameter, flag in zip(parameters, self.reduction.add_up(flags).tolist(), strict=True):
+            if flag:
+                self.leave_out(parameter)
 
     def _open(self) -> None:
         if self.closed:

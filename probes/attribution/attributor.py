@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -192,7 +193,7 @@ class Attributor:
             if not announced and not sums.reduction.unanimous(wanted and pending is None):
                 continue
             watched.accounts[name] = Account(
-                self._ledger(name),
+                sums.reduction.together(partial(self._ledger, name)),
                 sums,
                 watched.rule,
                 optimizer,
@@ -213,7 +214,9 @@ class Attributor:
         """Settles the accounts and fills in the records."""
         for name, account in watched.accounts.items():
             pending = self._pending.pop(name, None)
-            keeper = None if pending is None else self._keeper(pending, account)
+            keeper = None
+            if pending is not None:
+                keeper = account.sums.reduction.together(partial(self._keeper, pending, account))
             result = account.settle(() if keeper is None else keeper.buffers)
             reason = self._reason(account, result, with_closure=with_closure)
             drifted = not result.drift <= max(math.sqrt(account.sums.eps), account.ledger.rounding)

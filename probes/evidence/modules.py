@@ -6,6 +6,7 @@ Legend: C cells and K slots of a policy, M modules, G parameters of one size, P 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,7 +64,8 @@ def module_grams(sums: SlotAccumulators) -> dict[str, Array]:
     cells = sums.cells
     found: dict[str, Array] = {}
     for block in sums.local_blocks():
-        grams = sums.reduction.add_up(_parameter_grams(block, _sizes(sums, block))).cpu().numpy()
+        own = sums.reduction.together(partial(_parameter_grams, block, _sizes(sums, block)))
+        grams = sums.reduction.add_up(own).cpu().numpy()
         for name, gram in zip(block.names, grams, strict=True):
             module = module_of(name)
             found[module] = found.get(module, 0.0) + cells.gram(gram)
