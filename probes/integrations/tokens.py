@@ -58,21 +58,29 @@ class TokenPass:
         return (((ratio < 1 - low) & (sign < 0)) | ((ratio > 1 + high) & (sign > 0))).to(ratio.dtype)
 
 
-def token_means(slots: Sequence[str | None], sums: Sequence[torch.Tensor]) -> dict[str, dict[str, float]]:
-    """Returns metric -> slot -> mean over the slot's tokens; a slot without tokens is absent.
+RowSums = tuple[str, list[float]]
+"""A row's slot, and its sums as `TokenPass.sums` gives them."""
+
+
+def rows_of(slots: Sequence[str | None], sums: Sequence[torch.Tensor]) -> list[RowSums]:
+    """Returns the sums of the rows that have a slot.
 
     Args:
         slots: Slot of each row of all passes.
         sums: What `TokenPass.sums` gave of each pass.
     """
     if not sums:
-        return {}
+        return []
     rows = torch.cat(list(sums), dim=1).T.tolist()  # the one wait for the device
+    return [(slot, row) for slot, row in zip(slots, rows, strict=True) if slot is not None]
+
+
+def token_means(rows: Sequence[RowSums]) -> dict[str, dict[str, float]]:
+    """Returns metric -> slot -> mean over the slot's tokens; a slot without tokens is absent."""
     totals: dict[str, list[float]] = {}
-    for slot, row in zip(slots, rows, strict=True):
-        if slot is not None:
-            before = totals.get(slot, [0.0] * len(row))
-            totals[slot] = [one + other for one, other in zip(before, row, strict=True)]
+    for slot, row in rows:
+        before = totals.get(slot, [0.0] * len(row))
+        totals[slot] = [one + other for one, other in zip(before, row, strict=True)]
     return {
         name: {slot: total[place] / total[-1] for slot, total in totals.items() if total[-1] > 0}
         for place, name in enumerate(MEANS)

@@ -26,6 +26,7 @@ from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.accelerate import check_gradients
 from gradscope.probes.integrations.callback import StepWriter
 from gradscope.probes.integrations.examples import Column, RowSource
+from gradscope.probes.integrations.processes import joined
 from gradscope.probes.integrations.session import Plan, Session, Training
 from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
@@ -259,7 +260,10 @@ class MeasuredTrainer(transformers.Trainer):
     def gradscope_metrics(self) -> dict[str, Any]:
         """Returns what is known of the step that has just been taken, and forgets it."""
         loss, self.gradscope_loss = self.gradscope_loss, None
-        return {} if loss is None else {"loss": float(loss)}
+        if loss is None:
+            return {}
+        losses = joined([float(loss)])
+        return {"loss": sum(losses) / len(losses)}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates, and remembers on how many rows."""

@@ -26,9 +26,10 @@ from gradscope.probes.attribution import Attribution
 from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.examples import Column, Rows, RowSource, hashable
 from gradscope.probes.integrations.grpo_loss import loss_weights
+from gradscope.probes.integrations.processes import joined
 from gradscope.probes.integrations.replies import Reply, mean_reward, reply_metrics
 from gradscope.probes.integrations.session import Plan
-from gradscope.probes.integrations.tokens import TokenPass, token_means
+from gradscope.probes.integrations.tokens import TokenPass, rows_of, token_means
 from gradscope.probes.integrations.transformers import MeasuredTrainer, probed
 from gradscope.probes.integrations.trl_head import tapped_head
 from gradscope.probes.targets import Mode
@@ -198,11 +199,11 @@ class MeasuredGRPO(MeasuredTrainer):
         weights = loss_weights(
             tokens,
             loss_type=self.loss_type,
-            accumulation=self.current_gradient_accumulation_steps,
+            num_passes=self.current_gradient_accumulation_steps * self.accelerator.num_processes,
             longest=self.max_completion_length,
             num_items=made.num_items
             * self.current_gradient_accumulation_steps
-            / (self.args.steps_per_generation * self.accelerator.num_processes),
+            / self.args.steps_per_generation,
         )
         session = self.gradscope_session
         rows = made.rows.take(chosen)
@@ -251,12 +252,14 @@ class MeasuredGRPO(MeasuredTrainer):
 
     def gradscope_metrics(self) -> dict[str, Any]:
         """Returns what is known of the step that has just been taken, and forgets it."""
-        replies, self.gradscope_replies = self.gradscope_replies, []
+        own, self.gradscope_replies = self.gradscope_replies, []
         passes, self.gradscope_passes = self.gradscope_passes, []
         slots = [slot for of_pass, _ in passes for slot in of_pass]
+        replies = joined(own)
+        tokens = joined(rows_of(slots, [sums for _, sums in passes]))
         return {
             **super().gradscope_metrics(),
             **reply_metrics(replies),
-            **token_means(slots, [sums for _, sums in passes]),
+            **token_means(tokens),
             "episode_reward_mean": mean_reward(replies),
         }

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gradscope.errors import ProbeError
 from gradscope.probes.integrations.examples import RowSource
+from gradscope.probes.integrations.processes import joined
 from gradscope.probes.integrations.replies import Reply, mean_reward, reply_metrics
 from gradscope.probes.integrations.session import Plan, Session, Training
 from gradscope.probes.integrations.verl_rows import REWARDS, read_micro_batch
@@ -97,8 +98,9 @@ class Loop:
 
     def end_step(self) -> None:
         """Writes the training step and goes to the next."""
-        replies, self._replies = self._replies, []
-        losses, self._losses = self._losses, []
+        own, self._replies = self._replies, []
+        parts, self._losses = self._losses, []
+        replies, losses = joined(own), joined(parts)
         metrics: dict[str, Any] = {**reply_metrics(replies), "episode_reward_mean": mean_reward(replies)}
         if losses:
             metrics["loss"] = sum(losses) / len(losses)
