@@ -123,8 +123,8 @@ def collate(samples: Sequence[Sample], token_weights: Sequence[float], device: t
     )
 
 
-def completion_logprobs(network: torch.nn.Module, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
-    """Returns the log-probability of every completion token at the sampling temperature, `[B, T]`."""
+def completion_logits(network: torch.nn.Module, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
+    """Returns what predicts every completion token at the sampling temperature, `[B, T, vocabulary]`."""
     num_completion = batch.completion_ids.shape[1]
     logits = network(
         input_ids=batch.ids,
@@ -134,7 +134,11 @@ def completion_logprobs(network: torch.nn.Module, batch: MicroBatch, *, temperat
         # The last prompt token predicts the first completion token.
         logits_to_keep=num_completion + 1,
     ).logits[:, :-1]
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scaled = precise.flatten(0, 1) / temperature
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def completion_logprobs(network: torch.nn.Module, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
+    """Returns the log-probability of every completion token at the sampling temperature, `[B, T]`."""
+    scaled = completion_logits(network, batch, temperature=temperature).flatten(0, 1)
     surprise = torch.nn.functional.cross_entropy(scaled, batch.completion_ids.flatten(), reduction="none")
     return -surprise.view_as(batch.completion_ids)

@@ -20,7 +20,7 @@ from gradscope.train.directory import check_out, config_change, default_out, wri
 from gradscope.train.environment import describe_environment
 from gradscope.train.evaluate import Evaluation, evaluate_session
 from gradscope.train.interrupt import Interrupt
-from gradscope.train.record import EpisodeRecorder
+from gradscope.train.record import EpisodeRecorder, name_rows
 from gradscope.train.report import RunResult, StepReport
 from gradscope.train.resume import Before, load_last_whole, put_aside, read_before
 from gradscope.train.session import Session, StepResult
@@ -195,6 +195,7 @@ class _Run:
     def _one_step(self, step: int, writer: RunWriter) -> None:
         result = self.session.train_step(step)
         records = [update.record for update in result.updates]
+        name_rows(records, result.episodes)
         writer.append(step, records, metrics=result.metrics)
         self.mirrors.step(step, records, result.metrics)
         self._record_episodes(result, writer)
@@ -210,7 +211,15 @@ class _Run:
 
     def _record_episodes(self, result: StepResult, writer: RunWriter) -> None:
         try:
-            self.recorder.record(result.step, result.episodes, result.samples, writer)
+            measured = [update.record.rows for update in result.updates if update.record.rows is not None]
+            self.recorder.record(
+                result.step,
+                result.episodes,
+                result.samples,
+                writer,
+                measured=measured,
+                num_top=self.config.probes.top_rows,
+            )
         except OSError as error:
             result.events.append(("episodes_not_recorded", str(error)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,7 +42,21 @@ class Probe:
             enabled=section.attribution != "none", by="slot" if section.attribution == "slot" else "role"
         )
         try:
-            self._scope = probes.attach(network, roles, policies, mode=section.mode, attribution=attribution)
+            self._scope = probes.attach(
+                network,
+                roles,
+                policies,
+                mode=section.mode,
+                attribution=attribution,
+                evidence=probes.Evidence(
+                    modules_every=section.modules_every,
+                    rows_every=section.rows_every,
+                    top_rows=section.top_rows,
+                    sketch_dim=section.sketch_dim,
+                    sketch_seed=section.sketch_seed,
+                    influence_every=section.influence_every,
+                ),
+            )
         except Exception as error:
             self._disable(error)
 
@@ -96,6 +110,21 @@ class Probe:
             return None
         self._own_seconds += time.perf_counter() - begin
         return record[0] if isinstance(record, list) else record
+
+    def influence(self, logits_of: Callable[[str], torch.Tensor | None]) -> None:
+        """Measures, if it is due, how far each contributor to the last step alone moves what slots say.
+
+        Args:
+            logits_of: Next-token logits of a slot's replies, `[..., V]`; None for a slot without any.
+        """
+        if self._scope is None or not self._scope.evidence.influence_due:
+            return
+        begin = time.perf_counter()
+        try:
+            self._scope.evidence.influence(logits_of)
+        except Exception as error:
+            self._disable(error)
+        self._own_seconds += time.perf_counter() - begin
 
     def take_seconds(self) -> float:
         """Returns the wall time spent on probes since the last call, in backward passes and steps too."""

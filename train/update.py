@@ -13,11 +13,21 @@ import numpy as np
 import torch
 
 from gradscope.runfile.update import UpdateRecord
-from gradscope.train.batch import MicroBatch, Sample, collate, completion_logprobs, split_rows
+from gradscope.train.batch import (
+    MicroBatch,
+    Sample,
+    collate,
+    completion_logits,
+    completion_logprobs,
+    split_rows,
+)
 from gradscope.train.config.sections import Config
 from gradscope.train.grpo import clipped_surrogate, token_weights
 from gradscope.train.policy import Policies
 from gradscope.train.probing import Probe
+
+INFLUENCE_ROWS = 8
+"""Replies of a slot, spread over the update's, on which functional influence is measured."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ class Updater:
             record = self._unmeasured(policy, samples, weights)
         record.scalars["minibatch"] = minibatch
         nonfinite = self._step(policy, record, learning_rate=learning_rate)
+        self.probe.influence(lambda slot: self._logits_of(slot, samples))
         return UpdateReport(loss, record, tokens, nonfinite)
 
     def _accumulate(
@@ -134,6 +145,18 @@ class Updater:
             loss = (loss_BT * batch.completion_mask * batch.weights.unsqueeze(-1)).sum()
             loss.backward()
         return float(loss.detach()), _token_sums(samples, batch, logprobs_BT.detach(), clipped_BT)
+
+    def _logits_of(self, slot: str, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Returns what predicts the tokens of some of a slot's replies, `[tokens, vocabulary]`."""
+        own = [sample for sample in samples if sample.row.slot == slot]
+        if not own:
+            return None
+        chosen = own[:: -(-len(own) // INFLUENCE_ROWS)]
+        batch = collate(chosen, [0.0] * len(chosen), self.device)
+        logits_BTV = completion_logits(
+            self.policies.network, batch, temperature=self.config.rollout.temperature
+        )
+        return logits_BTV[batch.completion_mask.bool()]
 
     def _step(self, policy: str, record: UpdateRecord, *, learning_rate: float) -> bool:
         """Clips and applies the accumulated gradient; returns whether it was not finite and left out."""

@@ -23,6 +23,9 @@ from gradscope.probes.verify import same_randomness
 
 Array = NDArray[np.float64]
 
+NUMBERS = 1 << 22
+"""Logits turned into float64 at a time (32 MiB)."""
+
 LogitsOfSlot = Callable[[str], torch.Tensor | None]
 """Next-token logits (or log-probabilities) of a slot at its positions, `[..., V]`, by the model as it is now;
 None where the slot has none."""
@@ -47,38 +50,43 @@ def influence(
         for slot in slots:
             place.before()
             with same_randomness(model):
-                before = _log_probs(slot, logits_of(slot))
+                before = logits_of(slot)
             if before is None:
                 continue
             values = []
             for contributor in range(len(applied.contributors)):
                 place.after(contributor)
                 with same_randomness(model):
-                    after = _log_probs(slot, logits_of(slot))
-                values.append(_divergence(slot, before, after))
+                    after = logits_of(slot)
+                values.append(divergence(_checked(slot, before), _checked(slot, after, like=before)))
             found[slot] = torch.stack(values).cpu().numpy()
     return found
 
 
-def _log_probs(slot: str, logits: torch.Tensor | None) -> torch.Tensor | None:
-    if logits is None:
-        return None
-    if not isinstance(logits, torch.Tensor) or logits.dim() < 1 or not logits.is_floating_point():
-        what = f"shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise ProbeError(
-            f"influence(): slot '{slot}' gave {what}; expected logits of the next token, [..., V], or None."
-        )
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+def divergence(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Returns KL(p || q), the mean over positions, of the distributions that logits `[..., V]` stand for.
+
+    Summed as p (log p/q - 1 + q/p), which is never negative and loses nothing where q is close to p.
+    """
+    num_tokens = before.shape[-1]
+    length = max(1, NUMBERS // num_tokens)
+    total, num_positions = before.new_zeros((), dtype=torch.float64), before.numel() // num_tokens
+    pairs = (logits.reshape(-1, num_tokens).split(length) for logits in (before, after))
+    for one, other in zip(*pairs, strict=True):
+        log_p, log_q = (torch.log_softmax(logits.double(), dim=-1) for logits in (one, other))
+        p, ratio = log_p.exp(), log_p - log_q
+        total += torch.where(p > 0, p * (torch.expm1(-ratio) + ratio), log_q.exp()).sum()
+    return total / num_positions
 
 
-def _divergence(slot: str, before: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
-    """Returns KL(before || after), the mean over positions, float64."""
-    if after is None or after.shape != before.shape:
-        shape = None if after is None else list(after.shape)
+def _checked(slot: str, logits: object, *, like: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(logits, torch.Tensor) or not logits.dim() or not logits.is_floating_point():
         raise ProbeError(
-            f"influence(): slot '{slot}' gave logits of shape {list(before.shape)}, then {shape}; give the "
-            "same positions each time."
+            f"influence(): slot '{slot}' gave {logits!r:.60}; expected logits of the next token, [..., V]."
         )
-    terms = before.exp() * (before - after)
-    # Where the probability is 0 both logarithms may be -inf.
-    return torch.nan_to_num(terms, nan=0.0).sum(-1, dtype=torch.float64).mean()
+    if like is not None and logits.shape != like.shape:
+        raise ProbeError(
+            f"influence(): slot '{slot}' gave logits of shape {list(like.shape)}, then {list(logits.shape)}; "
+            "give the same positions each time."
+        )
+    return logits

@@ -53,15 +53,18 @@ def lora_layers(model: nn.Module, policy: Policy) -> list[LoraLayer]:
     names = {id(parameter): name for name, parameter in policy.covered.items()}
     found = []
     for layer in model.modules():
+        variants: Any = getattr(layer, "lora_variant", {})
         for first, second in _PAIRS:
-            held, others = getattr(layer, first, None), getattr(layer, second, None)
+            held: Any = getattr(layer, first, None)
+            others: Any = getattr(layer, second, None)
             if not isinstance(held, nn.ModuleDict | nn.ParameterDict) or others is None:
                 continue
             for adapter in held:
-                if adapter in getattr(layer, "lora_variant", {}):
+                if adapter in variants:
                     continue
                 # A linear layer holds modules, an embedding the matrices themselves.
-                a, b = (getattr(part[adapter], "weight", part[adapter]) for part in (held, others))
+                pair: tuple[Any, Any] = (held[adapter], others[adapter])
+                a, b = (getattr(part, "weight", part) for part in pair)
                 if id(a) in names and id(b) in names and a.dim() == b.dim() == 2:
                     found.append(
                         LoraLayer(module_of(names[id(a)]), names[id(a)], names[id(b)], layer, adapter)

@@ -8,6 +8,7 @@ import torch
 
 import gradscope
 from gradscope import probes
+from gradscope.probes.evidence.influence import divergence
 from gradscope.probes.evidence.modules import module_of
 
 EXACT = 1e-10
@@ -137,7 +138,7 @@ def logits_of(nano, model, batch, *, set_adapter=False):
     return of
 
 
-def divergence(nano, model, batch, slot, state, moved):
+def slow_divergence(nano, model, batch, slot, state, moved):
     """KL between the slot's next tokens under two sets of parameters, the slow way."""
     logprobs = []
     with torch.no_grad():
@@ -172,7 +173,7 @@ def test_influence_of_a_shared_policy(nano):
             for other, parts in gradients.items():
                 if nano.slots[other] == role:
                     moved |= {name: moved[name] - 0.05 * g for name, g in parts.items()}
-            expected = divergence(nano, model, batch, slot, before, moved)
+            expected = slow_divergence(nano, model, batch, slot, before, moved)
             assert record.influence[row, column] == pytest.approx(expected, rel=1e-9)
     assert record.influence[:, 2:] == pytest.approx(np.zeros((4, 2)), abs=1e-15)  # no decay, nothing carried
 
@@ -216,11 +217,32 @@ def test_influence_is_dropped_when_the_next_update_begins(nano):
     assert record.influence is None
 
 
+def test_divergence():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 7, 11, generator=generator, dtype=torch.float64)
+    p, q = torch.log_softmax(logits, dim=-1)
+    truth = float((p.exp() * (p - q)).sum(-1).mean())
+    assert float(divergence(*logits)) == pytest.approx(truth, rel=1e-14)
+    assert float(divergence(logits[0], logits[0] + 3.0)) <= 1e-30  # the same distribution
+    # Close by, KL is half the variance of the difference under p; the usual sum would be rounding.
+    step = 1e-8 * torch.randn(7, 11, generator=generator, dtype=torch.float64)
+    centred = step - (p.exp() * step).sum(-1, keepdim=True)
+    expected = float((p.exp() * centred.square()).sum(-1).mean() / 2)
+    assert float(divergence(logits[0], logits[0] + step)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_divergence_of_tokens_that_cannot_be():
+    never = float("-inf")
+    one, other = torch.tensor([[0.0, 0.0, never]]), torch.tensor([[0.0, 0.0, 0.0]])
+    assert float(divergence(one, other)) == pytest.approx(np.log(1.5), rel=1e-12)
+    assert float(divergence(other, one)) == np.inf
+
+
 @pytest.mark.parametrize(
     ("logits", "message"),
     [
         (lambda calls: torch.zeros(3, dtype=torch.long), "expected logits"),
-        (lambda calls: [0.0], "gave list"),
+        (lambda calls: [0.0], "gave .0.0."),
         (lambda calls: torch.zeros(2 + calls, 5), "then"),
     ],
 )

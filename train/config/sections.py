@@ -193,6 +193,18 @@ class ProbesSection(Section):
     """Whether to measure products between halves of an update's problems, free of a problem's own noise."""
     attribution: Literal["role", "slot", "none"] = "role"
     """Whose contributions to applied changes are told apart; each is one more momentum in memory."""
+    modules_every: int = Field(default=25, ge=0)
+    """Updates of a policy between those told apart by module, 0 for none; jumps of the gradient add some."""
+    rows_every: int = Field(default=0, ge=0)
+    """Updates of a policy between those whose rows are all measured and sketched, 0 for none."""
+    top_rows: int = Field(default=0, ge=0)
+    """Rows with the largest gradients that every update keeps, with what was said."""
+    sketch_dim: int = Field(default=256, ge=0)
+    """Numbers in the sketch of a row's gradient; products of sketches are off by about 1 / sqrt of it."""
+    sketch_seed: int = Field(default=0, ge=0)
+    """Seed of the sketches; equal seeds can be compared across runs."""
+    influence_every: int = Field(default=0, ge=0)
+    """Updates of a policy between those whose functional influence is measured, 0 for none."""
 
 
 class RunSection(Section):
