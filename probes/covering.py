@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -49,8 +49,7 @@ def find_targets(model: nn.Module, routing: Mapping[str, str], mode: Mode) -> La
             hooked.append(Hooked(name, parameter, policy, reason))
     _require_cover(model, owners, reasons)
     policies = {
-        policy: _policy(policy, routing, owners, reasons, hooked)
-        for policy in dict.fromkeys(routing.values())
+        policy: _policy(policy, routing, owners, reasons) for policy in dict.fromkeys(routing.values())
     }
     for found in policies.values():
         if not found.covered:
@@ -74,13 +73,7 @@ def _require_cover(model: nn.Module, owners: Owners, reasons: Mapping[str, str])
         )
 
 
-def _policy(
-    name: str,
-    routing: Mapping[str, str],
-    owners: Owners,
-    reasons: Mapping[str, str],
-    hooked: Sequence[Hooked],
-) -> Policy:
+def _policy(name: str, routing: Mapping[str, str], owners: Owners, reasons: Mapping[str, str]) -> Policy:
     slots = tuple(index for index, policy in enumerate(routing.values()) if policy == name)
     covered, uncovered = {}, {}
     for parameter_name, (parameter, owner) in owners.items():
@@ -88,7 +81,7 @@ def _policy(
             uncovered[parameter_name] = parameter
         elif owner == name:
             covered[parameter_name] = parameter
-    return Policy(name, slots, covered, uncovered, tuple(one.name for one in hooked if one.policy == name))
+    return Policy(name, slots, covered, uncovered)
 
 
 def _policy_of_parameter(model: nn.Module, policies: tuple[str, ...]) -> Owners:

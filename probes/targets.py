@@ -19,7 +19,6 @@ class Policy:
         name: Adapter name, or `default` for a model without adapters.
         slots: Indices of the slots routed to it.
         covered: Parameter name -> parameter, for all that is covered.
-        hooked: Names of those that are covered by a hook of their own.
         uncovered: Parameter name -> parameter, for the trainable rest.
     """
 
@@ -27,7 +26,6 @@ class Policy:
     slots: tuple[int, ...]
     covered: dict[str, nn.Parameter]
     uncovered: dict[str, nn.Parameter]
-    hooked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,14 @@ def test_positions_that_rows_share_are_left_out_where_rows_mix_slots(nano):
         assert record.coverage == ("transformer.wpe.weight",)
         assert nano.gram_error(record.gram, nano.gram(without)) <= EXACT
         model.zero_grad()
+        with scope.rows(mixed.slots):
+            loss = nano.loss(model, mixed)
+        loss.backward()
+        with scope.rows(["generator/0"]):  # a single row shares with nobody
+            loss = nano.loss(model, mixed.take([0]))
+        loss.backward()
+        assert scope.step(torch.optim.SGD(model.parameters())).coverage == ("transformer.wpe.weight",)
+        model.zero_grad()
         for slot in nano.slots:
             with scope.rows(mixed.of(slot).slots):
                 loss = nano.loss(model, mixed.of(slot))

@@ -34,7 +34,7 @@ def test_a_router_loss_over_several_slots_is_refused(nano, coefficient, slots):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     if coefficient and len(set(slots)) > 1:
         with pytest.raises(
-            ProbeError, match="the router loss .* is part of a loss over rows of several slots"
+            ProbeError, match=r"the router loss .* is part of a loss over rows of several slots"
         ):
             scope.step(optimizer)
     else:
