@@ -224,6 +224,11 @@ class SlotAccumulators:
         self.undivided.clear()
         self.closed = False
 
+    def own_blocks(self) -> list[Block]:
+        """Returns the blocks of this process alone, of whole parameters; takes their memory."""
+        self._allocate()
+        return self.blocks
+
     def local_blocks(self) -> list[Block]:
         """Returns the blocks over all processes, of the numbers that this process accounts for.
 

@@ -268,18 +268,29 @@ class Scope:
     def state_dict(self) -> dict[str, Any]:
         """Returns the momenta that attribution keeps, for a checkpoint; call it between updates.
 
+        In data-parallel training every process has those of its own pieces of the parameters, and saves them.
         It holds tensors, numbers and names only, as `torch.load` takes them with `weights_only=True`.
         """
         self._require_attached("state_dict")
-        return {"attribution": self._updates.attributor.state()}
+        reduction = self._updates.find_processes()
+        place = {"rank": reduction.rank, "processes": reduction.size}
+        return {"attribution": self._updates.attributor.state(), **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`; without one an optimizer's momentum counts as carried from before.
 
         Raises:
-            ProbeError: It is of other slots, roles, settings or parameters.
+            ProbeError: It is of other slots, roles, settings or parameters, or of another process.
         """
         self._require_attached("load_state_dict")
+        reduction = self._updates.find_processes()
+        saved = (state.get("rank", 0), state.get("processes", 1))
+        if saved != (reduction.rank, reduction.size):
+            raise ProbeError(
+                f"load_state_dict(): the state is of rank {saved[0]} of {saved[1]} processes, this is rank "
+                f"{reduction.rank} of {reduction.size}. Load each rank's own, into a scope on the model that is "
+                "wrapped or sharded already; or none, and momentum counts as carried."
+            )
         self._updates.attributor.load(state.get("attribution", {}))
 
     def detach(self) -> None:

@@ -121,7 +121,9 @@ class Updates:
         Raises:
             ProbeError: It is shared in a way that cannot be probed.
         """
-        reduction = self.processes.find_reduction()
+        known, reduction = self.processes.reduction, self.processes.find_reduction()
+        if reduction is not known:
+            self.attributor.restart()
         for sums in self.collector.sums.values():
             sums.reduction = reduction
             sums.eps = max(sums.eps, reduction.eps)

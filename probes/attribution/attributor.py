@@ -145,6 +145,10 @@ class Attributor:
                 ) from error
             self._ledgers[name] = ledger
 
+    def restart(self) -> None:
+        """Forgets all momenta: those of other parts of the parameters are to be kept from now on."""
+        self._ledgers.clear()
+
     def close(self) -> None:
         """Removes every hook and frees what is held."""
         for watched in self._watched.values():

@@ -83,7 +83,7 @@ class Ledger:
         self._settings = settings
         self._membership: dict[tuple[torch.device, int], torch.Tensor] = {}
         reduction = sums.reduction
-        for block in sums.local_blocks():
+        for block in sums.own_blocks():
             parameters = [sums.policy.covered[name] for name in block.names]
             sizes = [reduction.local(parameter).numel() for parameter in parameters]
             before = block.sums.new_empty(sum(sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import shutil
 import tempfile
@@ -627,3 +628,38 @@ def one_rank_writes(rank, world):
         with pytest.raises(gradscope.errors.RunFileError):
             gradscope.RunWriter(f"{folder[0]}/run", **settings)
         distributed.barrier()
+
+
+def momenta_in_checkpoints(rank, world):
+    """Each rank saves its pieces; a run that goes on attributes as one that never stopped."""
+    for sharded in (False, True):
+        records = []
+        for stopped in (False, True):
+            model, optimizer, scope = resumable(sharded)
+            for step in range(3):
+                if stopped and step == 2:
+                    kept = copy.deepcopy([optimizer.state_dict(), scope.state_dict()])
+                    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                    optimizer.load_state_dict(kept[0])
+                    scope.detach()
+                    scope = probes.attach(model, ROLES)
+                    foreign = kept[1] | {"rank": 1 - kept[1]["rank"]}
+                    with pytest.raises(probes.ProbeError, match=f"this is rank {rank} of {world}"):
+                        scope.load_state_dict(foreign)
+                    scope.load_state_dict(kept[1])
+                quiet = quiet_shards(model) if sharded else model.no_sync
+                backward_all(scope, model, batches_of(rank), rank, factor=world, quiet=quiet)
+                record = scope.step(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            scope.detach()
+            records.append(record)
+        whole, resumed = records
+        assert resumed.attribution_residual <= 1e-10
+        np.testing.assert_allclose(resumed.update_gram, whole.update_gram, rtol=1e-10, atol=1e-18)
+
+
+def resumable(sharded):
+    model = NANO.lora()
+    model = shard(model, reshard=True) if sharded else DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), probes.attach(model, ROLES)

@@ -82,6 +82,7 @@ TWO_RANKS = (
     "verification",
     "pieces_in_windows",
     "one_rank_writes",
+    "momenta_in_checkpoints",
 )
 
 
