@@ -12,7 +12,7 @@ from gradscope.importers.dialect import Dialect
 from gradscope.importers.dialects import DIALECTS
 from gradscope.importers.log import ForeignLog, Importer, Settings
 from gradscope.importers.long_table import Entry, entries, without_rivals
-from gradscope.importers.mapping import read_mapping
+from gradscope.importers.mapping import MappingFile, read_mapping
 from gradscope.importers.roster import Roster, roster
 from gradscope.importers.scores import Score, scores_of
 from gradscope.importers.segments import Segment, split, with_steps
@@ -90,26 +90,11 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
     sources = [str(source)] if isinstance(source, str | Path) else [str(part) for part in source]
     name, where = choices.format or _format_of(sources[0]), ", ".join(sources)
     mapping = None if choices.mapping is None else read_mapping(choices.mapping)
-    settings = choices.settings
-    if mapping is not None and settings.step is None:
-        settings = replace(settings, step=mapping.step)
-    importer: Importer = IMPORTERS.get(name)()
-    logs = [importer.read(part, settings) for part in sources]
-    log = replace(logs[0], rows=tuple(row for part in logs for row in part.rows))
+    log = _read_parts(sources, IMPORTERS.get(name)(), choices, mapping)
     rows, step_notes = with_steps(log, where)
     keys = _number_keys(log)
-    if mapping is not None:
-        spoken, dialect = Path(str(choices.mapping)).name, mapping.dialect
-    else:
-        spoken = choices.dialect or log.dialect or _dialect_of(keys, where, choices.role_pattern)
-        dialect = DIALECTS.get(spoken)()
+    spoken, dialect = _spoken(log, keys, choices, mapping, where)
     read = without_rivals(dialect.reader(choices.role_pattern), keys)
-    unknown = tuple(key for key in keys if not read(key).metric)
-    if len(unknown) == len(keys):
-        raise DataError(
-            f"{where}: dialect '{spoken}' knows none of its keys ({_some(keys)}). Say what they mean with "
-            "--mapping FILE.yaml."
-        )
     segments = split(rows, read, where)
     total = choices.num_total or (mapping.num_total if mapping else None)
     scores = [scores_of(segment, read, num_total=total, source=where) for segment in segments]
@@ -117,11 +102,52 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
     _need_anything(where, table, [score.counted for score in scores])
     people = roster([read(key) for key in keys], dialect, log)
     fractions = tuple(dict.fromkeys(key for score in scores for key in score.fractions))
+    told = notes_of(dialect, keys, table, people, len(segments))
     return ReadLog(
-        where, name, spoken, segments, table, [score.counted for score in scores], people, unknown,
-        notes=(*log.notes, *step_notes, *notes_of(dialect, keys, table, people, len(segments))),
+        source=where,
+        format=name,
+        dialect=spoken,
+        segments=segments,
+        entries=table,
+        scores=[score.counted for score in scores],
+        roster=people,
+        unknown=tuple(key for key in keys if not read(key).metric),
+        notes=(*log.notes, *step_notes, *_left_out(log, keys), *told),
         limits=(*log.limits, *limits_of(dialect, table, people, fractions)),
-    )  # fmt: skip
+    )
+
+
+def _read_parts(
+    sources: Sequence[str], importer: Importer, choices: Choices, mapping: MappingFile | None
+) -> ForeignLog:
+    """Returns the parts of one run as one log."""
+    settings = choices.settings
+    if mapping is not None and settings.step is None:
+        settings = replace(settings, step=mapping.step)
+    logs = [importer.read(part, settings) for part in sources]
+    return replace(logs[0], rows=tuple(row for part in logs for row in part.rows))
+
+
+def _spoken(
+    log: ForeignLog, keys: Sequence[str], choices: Choices, mapping: MappingFile | None, source: str
+) -> tuple[str, Dialect]:
+    """Returns the name of the dialect of a log, and the dialect.
+
+    Raises:
+        DataError: It knows none of the keys.
+    """
+    if mapping is not None:
+        name, dialect = Path(str(choices.mapping)).name, mapping.dialect
+    else:
+        name = choices.dialect or log.dialect or _dialect_of(keys, source, choices.role_pattern)
+        dialect = DIALECTS.get(name)()
+    read = dialect.reader(choices.role_pattern)
+    if not any(read(key).metric for key in keys):
+        raise DataError(
+            f"{source}: dialect '{name}' knows none of its keys ({_some(keys)}). Say what they mean with "
+            "--mapping FILE.yaml."
+        )
+    return name, dialect
 
 
 def _format_of(source: str) -> str:
@@ -159,6 +185,15 @@ def _number_keys(log: ForeignLog) -> list[str]:
             key for row in log.rows for key, value in row.values.items() if number(value) is not None
         )
     )
+
+
+def _left_out(log: ForeignLog, keys: Sequence[str]) -> list[str]:
+    """Says so where keys never hold a number, as those of tables and texts."""
+    known = set(keys)
+    others = [key for key in dict.fromkeys(key for row in log.rows for key in row.values) if key not in known]
+    if not others:
+        return []
+    return [f"{len(others)} key(s) hold no numbers and are left out ({_some(others)})."]
 
 
 def _some(keys: Sequence[str]) -> str:

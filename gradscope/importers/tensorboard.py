@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gradscope.errors import DataError
 from gradscope.importers.log import ForeignLog, Row, Settings, existing
 
 MARK = "tfevents"
+SCALARS = "scalars"
+"""Plugin of TensorBoard's that draws scalars."""
 NOTES = ("TensorBoard keeps 32-bit floats: values agree with what was logged to about 7 digits.",)
 
 
@@ -69,14 +72,29 @@ def _scalars(file: Path) -> Iterator[tuple[int, float, str, float]]:
         DataError: The file is no event file, or damaged before its end.
     """
     from google.protobuf.message import DecodeError
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util import tensor_util
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto import event_pb2
 
+    kinds: dict[str, str] = {}
     try:
-        for event in EventFileLoader(str(file)).Load():
-            for value in event.summary.value if event.HasField("summary") else ():
-                if value.metadata.plugin_data.plugin_name == "scalars":
-                    number = float(tensor_util.make_ndarray(value.tensor).reshape(-1)[0])
+        for record in RawEventFileLoader(str(file)).Load():
+            event = event_pb2.Event.FromString(record)
+            for value in event.summary.value:
+                # What plugin a tag is of stands in its first value only.
+                kind = kinds.setdefault(value.tag, value.metadata.plugin_data.plugin_name)
+                number = _number(value, kind)
+                if number is not None:
                     yield event.step, event.wall_time, value.tag, number
     except (OSError, DecodeError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as an event file ({error}).") from error
+
+
+def _number(value: Any, kind: str) -> float | None:
+    """Returns the number in a summary value, as writers of either generation put it there; else None."""
+    from tensorboard.util import tensor_util
+
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if kind == SCALARS and value.HasField("tensor"):
+        return float(tensor_util.make_ndarray(value.tensor).reshape(-1)[0])
+    return None

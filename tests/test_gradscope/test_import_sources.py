@@ -115,6 +115,24 @@ def test_tensorboard_events_written_by_its_own_writer(tmp_path):
     assert any("32-bit" in note for note in made.notes)
 
 
+def test_tensorboard_tensors_of_newer_writers(tmp_path):
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.plugins.scalar import metadata
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.util import tensor_util
+
+    writer = EventFileWriter(str(tmp_path / "events"))
+    for step in (1, 2):
+        about = metadata.create_summary_metadata("", "") if step == 1 else None
+        tensor = tensor_util.make_tensor_proto(np.float32(step / 2))
+        value = summary_pb2.Summary.Value(tag="train/grad_norm", tensor=tensor, metadata=about)
+        text = summary_pb2.Summary.Value(tag="note", tensor=tensor_util.make_tensor_proto("words"))
+        writer.add_event(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=[value, text])))
+    writer.close()
+    _, run = opened(tmp_path / "events", tmp_path)
+    assert run["updates"]["grad_norm"].values.tolist() == [0.5, 1.0]
+
+
 def test_tensorboard_folders_of_several_runs_are_refused_and_joined_by_name(tmp_path):
     write_events(tmp_path / "runs" / "a", [(step, {"train/grad_norm": 1.0}) for step in (1, 2, 3, 4)])
     write_events(tmp_path / "runs" / "b", [(step, {"train/grad_norm": 2.0}) for step in (3, 4, 5)])
@@ -217,6 +235,7 @@ def test_wandb_history_through_a_client(tmp_path):
     assert made.format == "wandb"
     check_single_policy(run)
     assert any("1 of 25 rows have no step" in note for note in made.notes)
+    assert any("1 key(s) hold no numbers and are left out (table)" in note for note in made.notes)
 
 
 def test_wandb_history_exported_as_parquet_and_csv(tmp_path):
