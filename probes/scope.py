@@ -288,8 +288,8 @@ class Scope:
         if saved != (reduction.rank, reduction.size):
             raise ProbeError(
                 f"load_state_dict(): the state is of rank {saved[0]} of {saved[1]} processes, this is rank "
-                f"{reduction.rank} of {reduction.size}. Load each rank's own, into a scope on the model that is "
-                "wrapped or sharded already; or none, and momentum counts as carried."
+                f"{reduction.rank} of {reduction.size}. Load each rank's own, into a scope on the model that "
+                "is wrapped or sharded already; or none, and momentum counts as carried."
             )
         self._updates.attributor.load(state.get("attribution", {}))
 

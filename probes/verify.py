@@ -48,8 +48,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with same_randomness(model):
             yield
     finally:
-        for gradient, values in kept:
-            gradient.copy_(values)
+        for kept_gradient, values in kept:
+            kept_gradient.copy_(values)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
