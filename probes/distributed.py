@@ -92,6 +92,7 @@ class Processes:
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
+        _refuse_tensor_parallel(model)
         self.reduction = Reduction()
         self._model = model
         self._layout = layout
@@ -158,6 +159,17 @@ class Processes:
 
     def _notice(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._wrapper = DistributedDataParallel._get_active_ddp_module() or self._wrapper
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    if is_sharded(model):
+        return
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ProbeError(
+                f"attach(): '{name}' is a distributed tensor that fully_shard did not make; tensor-parallel "
+                "models cannot be probed. Train with DDP or FSDP2."
+            )
 
 
 def _replicas(wrapper: DistributedDataParallel) -> Reduction:

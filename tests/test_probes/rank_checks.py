@@ -15,8 +15,15 @@ import torch
 from conftest import EXACT, SLOTS, Nano
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import gradscope
@@ -512,6 +519,18 @@ def ways_that_are_refused(rank, world):
         loss = loss_of(model, batch)
     loss.backward()
     step_fails_everywhere(scope, optimizer_of(model), match="trained but not sharded")
+
+    model = shard(NANO.lora(), reshard=True, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    scope = probes.attach(model, ROLES)
+    with scope.rows(batch.slots):
+        loss = loss_of(model, batch)
+    loss.backward()
+    step_fails_everywhere(scope, optimizer_of(model), match="offloaded to the CPU")
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel()})
+    with pytest.raises(probes.ProbeError, match="tensor-parallel"):
+        probes.attach(model, ROLES)
 
     for original in (False, True):
         model = NANO.model()
