@@ -85,21 +85,38 @@ def read_dataset(group: h5py.Group, variable: Variable, shape: Sequence[int | No
     Raises:
         RunFileError: It is absent, of another shape or type than the schema says, or damaged.
     """
-    where = f"{group.file.filename}: variable '{_place(group, variable.name)}'"
+    dataset = checked_dataset(group, variable, shape)
+    try:
+        return dataset.asstr()[...] if variable.dtype == "str" else dataset[...]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _misfit(group, variable, shape, f"cannot be read ({' '.join(str(error).split())})") from error
+
+
+def checked_dataset(group: h5py.Group, variable: Variable, shape: Sequence[int | None]) -> h5py.Dataset:
+    """Returns the dataset of one variable of the schema, unread; arguments as for `read_dataset`.
+
+    Raises:
+        RunFileError: It is absent, or of another shape or type than the schema says.
+    """
+    dataset = group.get(variable.name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise _misfit(group, variable, shape, f"is {'absent' if dataset is None else 'a group'}")
+    if not _fits(dataset.shape, shape) or not _is_of(dataset.dtype, variable.dtype):
+        found = f"has shape {dataset.shape} and dtype {_name(dataset.dtype)}"
+        raise _misfit(group, variable, shape, found)
+    return dataset
+
+
+def _misfit(group: h5py.Group, variable: Variable, shape: Sequence[int | None], found: str) -> RunFileError:
     lengths = ", ".join(
         dim if length is None else f"{dim}: {length}"
         for dim, length in zip(variable.dims, shape, strict=True)
     )
-    expected = f"expected {'texts' if variable.dtype == 'str' else variable.dtype} on ({lengths}). {_ADVICE}"
-    dataset = group.get(variable.name)
-    if not isinstance(dataset, h5py.Dataset):
-        raise RunFileError(f"{where} is {'absent' if dataset is None else 'a group'}, {expected}")
-    if not _fits(dataset.shape, shape) or not _is_of(dataset.dtype, variable.dtype):
-        raise RunFileError(f"{where} has shape {dataset.shape} and dtype {_name(dataset.dtype)}, {expected}")
-    try:
-        return dataset.asstr()[...] if variable.dtype == "str" else dataset[...]
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunFileError(f"{where} cannot be read ({' '.join(str(error).split())}), {expected}") from error
+    kind = "texts" if variable.dtype == "str" else variable.dtype
+    return RunFileError(
+        f"{group.file.filename}: variable '{_place(group, variable.name)}' {found}, expected {kind} on "
+        f"({lengths}). {_ADVICE}"
+    )
 
 
 def check_names(file: h5py.File, name: str, found: Sequence[str], known: Sequence[str], of: str) -> None:

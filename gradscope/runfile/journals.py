@@ -22,7 +22,7 @@ class Scan:
 
     path: Path
     num_bytes: int
-    frames: Sequence[frames.Frame]
+    records: Sequence[frames.Frame]
     damages: Sequence[frames.Damage]
 
 
@@ -83,7 +83,7 @@ def journals_of_run(paths: RunPaths, scans: Sequence[Scan], run_id: object) -> t
     Raises:
         RunFileError: A journal's headers are all of another run, or its format is too new.
     """
-    counts = Counter(frame.run for scan in scans for frame in scan.frames)
+    counts = Counter(frame.run for scan in scans for frame in scan.records)
     (most, _), *_ = counts.most_common(1) or [(0, 0)]
     run = most if run_id is None else frames.run_tag(str(run_id))
     journals = tuple(_of_run(scan, run) for scan in scans)
@@ -103,7 +103,7 @@ def _of_run(scan: Scan, run: int) -> Journal:
     attributes: Mapping[str, Any] = {}
     rows: list[frames.Frame] = []
     last_told = num_foreign = 0
-    for frame in scan.frames:
+    for frame in scan.records:
         header = _header(frame)
         if frame.run == run and frame.kind == frames.ROWS_KIND:
             rows.append(frame)
@@ -140,5 +140,5 @@ def _header(frame: frames.Frame) -> tuple[Layout, dict[str, Any]] | None:
 
 def _run_id(scan: Scan) -> str | None:
     """Returns the run of the first header, of whatever run."""
-    headers: Iterable[Any] = (_header(frame) for frame in scan.frames)
+    headers: Iterable[Any] = (_header(frame) for frame in scan.records)
     return next((str(header[1].get("run_id")) for header in headers if header is not None), None)

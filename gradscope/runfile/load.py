@@ -17,13 +17,15 @@ from typing import Any
 import h5py
 
 from gradscope.errors import RunFileError
-from gradscope.runfile import batch, frames, store
+from gradscope.runfile import batch, frames, reading
 from gradscope.runfile.check import check_version, is_newer, read_group, unreadable
 from gradscope.runfile.content import Content, Superseded, spanned
 from gradscope.runfile.damage import of_journals, usable
+from gradscope.runfile.deferring import with_tails, without_lazy
 from gradscope.runfile.journals import Journal, journals_of_run, scan_files
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.paths import RunPaths
+from gradscope.runfile.reading import Deferred, Lazy, nothing
 from gradscope.schema import SCHEMA_VERSION, SUPERSEDED
 
 
@@ -38,6 +40,7 @@ class Loaded:
         num_overlaid: Journal records that the run file does not have yet.
         num_missing: Records that were numbered but are nowhere, lost to damage or to a full disk.
         damage: What is lost or cannot be used, a sentence each.
+        deferred: Columns that were left on the disk.
     """
 
     content: Content
@@ -46,6 +49,15 @@ class Loaded:
     num_overlaid: int
     num_missing: int
     damage: tuple[str, ...]
+    deferred: tuple[Deferred, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A run file without its journals: what was read of it, and what was not."""
+
+    content: Content
+    deferred: Sequence[Deferred]
 
 
 @dataclass(frozen=True)
@@ -65,42 +77,54 @@ class Pending:
     num_missing: int
 
 
-def load(path: str | Path) -> Loaded:
+def load(path: str | Path, lazy: Lazy = nothing) -> Loaded:
     """Reads the run in a run directory or run file.
+
+    Args:
+        path: The run directory or run file.
+        lazy: Says which variables are left on the disk.
 
     Raises:
         RunFileError: There is no run, the files are not ours, not readable, damaged or of several runs, or
             their format is too new.
     """
     try:
-        return _load(path)
+        return _load(path, lazy)
     except RunFileError:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _load(path: str | Path) -> Loaded:
+def _load(path: str | Path, lazy: Lazy) -> Loaded:
     paths = RunPaths.of(path)
     scans = scan_files(paths)
-    stored = read_file(paths.file) if paths.file.exists() else None
-    journals = journals_of_run(paths, scans, None if stored is None else stored.attributes.get("run_id"))
+    stored = read_stored(paths.file, lazy) if paths.file.exists() else None
+    run_id = None if stored is None else stored.content.attributes.get("run_id")
+    journals = journals_of_run(paths, scans, run_id)
     readable = [journal for journal in journals if journal.layouts]
     if stored is None and not readable:
         raise RunFileError(_nothing_there(path, paths))
-    base = stored or empty_content(journals)
+    base = empty_content(journals) if stored is None else stored.content
     rows = pending_rows(journals, base)
     # Attributes of a journal older than the file would bring back what a later resume or close has changed.
     own = readable[-1].attributes if readable and (rows.batches or stored is None) else {}
     attributes, damage = usable({**base.attributes, **own})
     _warn_of_newer(path, attributes["schema_version"])
-    content = base.with_rows(
-        rows.batches, rows.layout, {**attributes, "journal_sequence": rows.last_sequence}
-    )
+    added, tails = without_lazy(rows.batches, rows.layout, lazy)
+    content = base.with_rows(added, rows.layout, {**attributes, "journal_sequence": rows.last_sequence})
     last_told = max((journal.last_told for journal in journals), default=0)
     num_missing = rows.num_missing + max(0, last_told - rows.last_sequence)
     damage += of_journals(paths, journals, num_missing=num_missing, has_file=stored is not None)
-    return Loaded(spanned(content), paths, journals, len(rows.batches), num_missing, tuple(damage))
+    return Loaded(
+        spanned(content),
+        paths,
+        journals,
+        len(rows.batches),
+        num_missing,
+        tuple(damage),
+        with_tails(() if stored is None else stored.deferred, tails, base, rows.layout),
+    )
 
 
 def _warn_of_newer(path: str | Path, version: str) -> None:
@@ -149,7 +173,12 @@ def _decoded(payload: bytes, identities: set[int]) -> batch.Batch | None:
 
 
 def read_file(path: Path) -> Content:
-    """Reads a run file without its journals.
+    """Reads a run file without its journals; raises as `read_stored` does."""
+    return read_stored(path, nothing).content
+
+
+def read_stored(path: Path, lazy: Lazy) -> Stored:
+    """Reads a run file without its journals, and without the variables that are left on the disk.
 
     Raises:
         RunFileError: The file is not ours, damaged, or its format is too new.
@@ -158,12 +187,15 @@ def read_file(path: Path) -> Content:
         head = _head(file, path)
         parent = read_group(file, SUPERSEDED)
         groups = {} if parent is None else {name: read_group(parent, name) for name in parent}
-        superseded = {
-            name: Superseded(store.read_tables(group, head.layout), _attributes(group))
-            for name, group in groups.items()
-            if group is not None
-        }
-        return Content(head.layout, head.attributes, store.read_tables(file, head.layout), superseded)
+        superseded: dict[str, Superseded] = {}
+        tables = reading.read_tables(file, head.layout, lazy)
+        deferred = reading.deferred_columns(file, head.layout, tables, lazy)
+        for name, group in groups.items():
+            if group is not None:
+                own = reading.read_tables(group, head.layout, lazy)
+                superseded[name] = Superseded(own, _attributes(group))
+                deferred += reading.deferred_columns(group, head.layout, own, lazy)
+        return Stored(Content(head.layout, head.attributes, tables, superseded), deferred)
 
 
 def read_head(path: Path) -> Content:
@@ -179,7 +211,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        with _unlocked(path) as file:
+        with open_unlocked(path) as file:
             yield file
     except RunFileError:
         raise
@@ -190,7 +222,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         ) from error
 
 
-def _unlocked(path: Path) -> h5py.File:
+def open_unlocked(path: Path) -> h5py.File:
     """Opens a file that is never written in place, so needs no lock; some network file systems have none."""
     try:
         return h5py.File(path, "r", locking=False)
@@ -210,7 +242,7 @@ def _head(file: h5py.File, path: Path) -> Content:
             f"{path}: attribute 'journal_sequence' is {sequence!r}, expected the number of the last record "
             "in the file. Take an unchanged copy of the file."
         )
-    return Content(store.read_layout(file), attributes)
+    return Content(reading.read_layout(file), attributes)
 
 
 def _attributes(group: h5py.Group) -> dict[str, Any]:

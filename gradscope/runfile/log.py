@@ -25,7 +25,7 @@ from gradscope.schema import describe_tables
 _COMPACT_AT_LEAST = 64
 _COMPACT_FRACTION = 0.1
 _MOST_WAITING = 256 * 2**20
-_FINAL_SPREAD = 1.2
+_FINAL_SPREAD = 1.03
 
 
 class Trouble(NamedTuple):

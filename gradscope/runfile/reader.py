@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,21 @@ import xarray as xr
 from gradscope.runfile.batch import Batch, Columns, select
 from gradscope.runfile.content import Content
 from gradscope.runfile.layout import Layout
-from gradscope.runfile.load import load
+from gradscope.runfile.load import Loaded, load
+from gradscope.runfile.stored import State, decoded, file_manager, lazy_variable
 from gradscope.schema import DAMAGE, SUPERSEDED, TABLES, Variable, dim_description
+
+Nodes = Mapping[str, Mapping[str, xr.Variable]]
 
 
 def open_run(path: str | Path) -> xr.DataTree:
-    """Returns everything logged so far, up to the last whole record, loaded into memory.
+    """Returns everything logged so far, up to the last whole record.
 
-    Missing values are NaN, counts included; only variables that are never missing stay integers. Groups and
-    variables that nobody wrote are absent. Rows that a resume left behind stand under `superseded`.
-    Evaluations are in the order of their steps. The tree is called as the run directory is. The root
-    attribute `damage` says what is lost or cannot be used, which also warns (UserWarning); a run without
-    damage has no such attribute.
+    What may be large, `/modules` and `/rows`, is read when its values are asked for. Missing values are NaN,
+    counts included; only variables that are never missing stay integers. Groups and variables that nobody
+    wrote are absent. Rows that a resume left behind stand under `superseded`. Evaluations are in the order of
+    their steps. The tree is called as the run directory is. The root attribute `damage` says what is lost or
+    cannot be used, which also warns (UserWarning); a run without damage has no such attribute.
 
     Args:
         path: The run directory, or its `run.h5`.
@@ -31,22 +35,48 @@ def open_run(path: str | Path) -> xr.DataTree:
         RunFileError: There is no run, the files are not ours, not readable, damaged or of several runs, or
             their format is too new.
     """
-    loaded = load(path)
-    run = to_datatree(loaded.content, name=loaded.paths.name)
+    loaded = load(path, _is_large)
+    run = to_datatree(loaded.content, name=loaded.paths.name, deferred=_lazy_variables(loaded))
     if loaded.damage:
         run.attrs[DAMAGE] = " ".join(loaded.damage)
         warnings.warn(f"{path}: {run.attrs[DAMAGE]}", stacklevel=2)
     return run
 
 
-def to_datatree(content: Content, *, name: str | None = None) -> xr.DataTree:
-    """Returns the run in the form in which everybody reads it, with the name that its figures bear."""
+def _is_large(table: str, variable: Variable) -> bool:
+    return table in ("modules", "rows") and not variable.required
+
+
+def _lazy_variables(loaded: Loaded) -> Nodes:
+    """Returns the columns that were left on the disk."""
+    nodes: dict[str, dict[str, xr.Variable]] = {}
+    if loaded.deferred:
+        manager = None
+        if any(column.in_file for column in loaded.deferred):
+            manager = file_manager(loaded.paths.file, State.of(loaded.content))
+            manager.acquire()
+        for column in loaded.deferred:
+            variable = lazy_variable(column, loaded.content.layout, manager)
+            nodes.setdefault(column.group, {})[column.variable.name] = variable
+    return nodes
+
+
+def to_datatree(content: Content, *, name: str | None = None, deferred: Nodes | None = None) -> xr.DataTree:
+    """Returns the run in the form in which everybody reads it, with the name that its figures bear.
+
+    Args:
+        content: What is in memory.
+        name: The tree's name.
+        deferred: What is not: group to variables.
+    """
     root = _root(content.layout).assign_attrs(dict(content.attributes))
     nodes: dict[str, xr.Dataset] = {"/": root, **_datasets(content.tables, content.layout)}
     for segment, group in content.superseded.items():
         place = f"/{SUPERSEDED}/{segment}"
         nodes[place] = xr.Dataset(attrs=dict(group.attributes))
         nodes |= {place + inner: data for inner, data in _datasets(group.tables, content.layout).items()}
+    for place, variables in (deferred or {}).items():
+        nodes[place] = nodes[place].assign(variables)
     return xr.DataTree.from_dict(nodes, name=name)
 
 
@@ -85,8 +115,7 @@ def _dataset(columns: Columns, table: str, layout: Layout) -> xr.Dataset:
 
 
 def _variable(values: np.ndarray, variable: Variable) -> xr.Variable:
-    if values.dtype.kind == "i" and not variable.required:
-        values = np.where(values == variable.fill, np.nan, values)
+    values = decoded(values, variable.fill, is_required=variable.required)
     if values.dtype == object:
         values = values.astype(str)
     attributes = {"units": variable.units, "long_name": variable.long_name}

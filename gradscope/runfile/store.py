@@ -1,4 +1,4 @@
-"""The HDF5 side of the run file: making one whole, growing one, reading one back.
+"""The HDF5 side of the run file: making one whole, growing one.
 
 Every axis has a dimension scale, so any netCDF4 reader opens the file.
 """
@@ -6,23 +6,19 @@ Every axis has a dimension scale, so any netCDF4 reader opens the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
 import numpy as np
 
 from gradscope.runfile.batch import Batch, Columns
-from gradscope.runfile.check import check_distinct, check_names, read_dataset, read_group
 from gradscope.runfile.content import Content, segment_spans
 from gradscope.runfile.layout import Layout
 from gradscope.schema import (
-    LABELS,
-    ROOT_VARIABLES,
     SUPERSEDED,
     TABLES,
-    USER_TABLES,
     Table,
     Variable,
     dim_description,
@@ -37,12 +33,6 @@ _WIDE_CHUNK = 64
 _DATASET_BYTES = 3000
 _TEXT_BYTES = 48
 """What a dataset takes besides its chunks, and an average text."""
-
-_ALWAYS = ("role", "slot", "policy")
-"""Labels that every run has."""
-_OWNERS = {"slot_role": "role", "slot_policy": "policy"}
-"""Root variables that say what a slot belongs to, and where its name stands."""
-_SKETCHES = Variable("sketch_dim", ("sketch_dim",), "i8", "1", "")
 
 Scales = dict[str, h5py.Dataset]
 
@@ -114,77 +104,6 @@ def _finished(file: h5py.File) -> bytes:
     return file.id.get_file_image()
 
 
-def read_tables(file: h5py.Group, layout: Layout) -> Batch:
-    """Reads every table of the schema, and of the layout's own variables, found in a group.
-
-    Raises:
-        RunFileError: A variable is absent that every row has, or one does not fit the schema.
-    """
-    batch: Batch = {}
-    for table in TABLES.values():
-        group = read_group(file, table.group)
-        # Two tables are at home in /user; either may be absent.
-        if group is not None and (table.dim in group or table.name not in USER_TABLES):
-            batch[table.name] = _read_table(group, table, layout)
-    return batch
-
-
-def _read_table(group: h5py.Group, table: Table, layout: Layout) -> Columns:
-    present = (layout.variable(table.name, name) for name in group)
-    required = (variable for variable in table.variables if variable.required)
-    variables = dict.fromkeys([*required, *(variable for variable in present if variable is not None)])
-    num: int | None = None
-    columns: Columns = {}
-    for variable in variables:  # the first is the table's coordinate, which says how many rows there are
-        columns[variable.name] = read_dataset(group, variable, (num, *layout.shape(variable)))
-        num = len(columns[table.dim])
-    return columns
-
-
-def read_layout(file: h5py.File) -> Layout:
-    """Reads the labels and the user variables of a file.
-
-    Raises:
-        RunFileError: Labels, or the slots' roles and policies, are absent or do not fit the schema.
-    """
-    labels = {dim: _labels(file, dim) for dim in LABELS}
-    owners = [variable for variable in ROOT_VARIABLES if variable.name in _OWNERS]
-    names: dict[str, tuple[str, ...]] = {}
-    for variable in owners:
-        found = read_dataset(file, variable, (len(labels["slot"]),))
-        names[variable.name] = tuple(found.tolist())
-        check_names(
-            file, variable.name, names[variable.name], labels[_OWNERS[variable.name]], _OWNERS[variable.name]
-        )
-    sketches = read_dataset(file, _SKETCHES, (None,)) if "sketch_dim" in file else ()
-    layout = Layout(labels, names["slot_role"], names["slot_policy"], sketch_dim=len(sketches))
-    user = {name: tuple(_user_variables(file, TABLES[name], layout)) for name in USER_TABLES}
-    return replace(layout, user=user)
-
-
-def _labels(file: h5py.File, dim: str) -> tuple[str, ...]:
-    if dim not in file and dim not in _ALWAYS:
-        return ()
-    variable = Variable(dim, (dim,), "str", "", "")
-    labels = tuple(read_dataset(file, variable, (None,)).tolist())
-    check_distinct(file, dim, labels)
-    return labels
-
-
-def _user_variables(file: h5py.File, table: Table, layout: Layout) -> Iterator[Variable]:
-    """Yields the caller's own variables, those whose dims are known; others are no variables of ours."""
-    known = {table.dim, *layout.coordinates()}
-    for name, dataset in (read_group(file, table.group) or {}).items():
-        if name in (TABLES[user].dim for user in USER_TABLES) or not isinstance(dataset, h5py.Dataset):
-            continue
-        dims = tuple(scales[0].name.rsplit("/", 1)[-1] for scales in dataset.dims if len(scales))
-        if not dims or dims[0] != table.dim or not known.issuperset(dims) or len(dims) != dataset.ndim:
-            continue
-        dtype = "str" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype.str[1:]
-        units, long_name = (str(dataset.attrs.get(label, "")) for label in ("units", "long_name"))
-        yield Variable(name, dims, dtype, units, long_name)
-
-
 def _write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
     for name, value in attributes.items():
         if isinstance(value, str) and len(value.encode()) > _ATTRIBUTE_BYTES:
@@ -250,7 +169,7 @@ def _create(
         dtype=h5py.string_dtype() if is_text else variable.dtype,
         fillvalue=None if is_text else variable.fill,
         compression="gzip",
-        compression_opts=4,
+        compression_opts=6,
         shuffle=True,
     )
     _describe(dataset, variable)

@@ -1,0 +1,131 @@
+"""Columns that stay on the disk until they are asked for: the run file's rows, and behind them the journals'.
+
+The file may grow meanwhile but not have been resumed, which moves rows away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import xarray as xr
+from numpy.typing import NDArray
+from xarray.backends import BackendArray, CachingFileManager
+from xarray.core import indexing
+
+from gradscope.errors import RunFileError
+from gradscope.runfile.batch import empty_column
+from gradscope.runfile.content import Content
+from gradscope.runfile.layout import Layout
+from gradscope.runfile.load import open_unlocked
+from gradscope.runfile.reading import Deferred
+
+_FEW = 64
+"""Up to so many rows are fetched one by one, more as one stretch."""
+
+
+@dataclass(frozen=True)
+class State:
+    """By what a file is known to be the one that was read, or a longer one: its run and its segments."""
+
+    run_id: str
+    num_segments: int
+
+    @classmethod
+    def of(cls, content: Content) -> State:
+        """Returns the state of a run that was read."""
+        return cls(str(content.attributes.get("run_id")), content.num_rows("segments"))
+
+
+def file_manager(path: Path, state: State) -> CachingFileManager:
+    """Returns what opens the file whenever it is needed and closes it when many others are open."""
+    return CachingFileManager(_open_again, str(path), mode="r", kwargs={"state": state})
+
+
+def _open_again(path: str, mode: str, *, state: State) -> h5py.File:
+    file = open_unlocked(Path(path))
+    num = len(file["segments/segment"]) if "segments" in file else 0
+    if (str(file.attrs.get("run_id")), num) != (state.run_id, state.num_segments):
+        file.close()
+        raise RunFileError(
+            f"{path}: was resumed or replaced after it was opened, so what had not been read yet is gone. "
+            "Open the run again."
+        )
+    return file
+
+
+class StoredColumn(BackendArray):
+    """A column of a run as xarray reads it piece by piece.
+
+    Args:
+        column: Where it stands.
+        layout: Of the run; labels that the file does not have yet are missing in its rows.
+        manager: Opens the file.
+    """
+
+    def __init__(self, column: Deferred, layout: Layout, manager: CachingFileManager | None) -> None:
+        num_tail = 0 if column.tail is None else len(column.tail)
+        self.shape = (column.num_stored + num_tail, *layout.shape(column.variable))
+        self._column = column
+        self._layout = layout
+        self._manager = manager
+        self.dtype = np.dtype(self._decoded(empty_column(column.variable, 0, layout)).dtype)
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
+
+    def _read(self, key: tuple[Any, ...]) -> NDArray[Any]:
+        rows = np.arange(self.shape[0])[key[0]]
+        values = self._decoded(self._rows(np.atleast_1d(rows)))
+        single = [np.ndim(rows) == 0, *(isinstance(own, int | np.integer) for own in key[1:])]
+        for axis, own in enumerate(key[1:], 1):
+            if not single[axis]:
+                values = np.take(values, np.arange(values.shape[axis])[own], axis)
+        last = (0, *key[1:])
+        scalars: Any = tuple(
+            last[axis] if is_single else slice(None) for axis, is_single in enumerate(single)
+        )
+        return values[scalars]
+
+    def _rows(self, rows: NDArray[np.intp]) -> NDArray[Any]:
+        num = self._column.num_stored
+        values = empty_column(self._column.variable, len(rows), self._layout)
+        stored = rows < num
+        if self._column.in_file and stored.any():
+            place: Any = (stored, *(slice(length) for length in self._column.shape))
+            values[place] = self._fetched(rows[stored])
+        if self._column.tail is not None:
+            values[~stored] = self._column.tail[rows[~stored] - num]
+        return values
+
+    def _fetched(self, rows: NDArray[np.intp]) -> NDArray[Any]:
+        assert self._manager is not None
+        with self._manager.acquire_context() as file:
+            dataset = file[f"{self._column.group}/{self._column.variable.name}"]
+            if self._column.variable.dtype == "str":
+                dataset = dataset.asstr()
+            if len(rows) <= _FEW:
+                return np.stack([dataset[row] for row in rows.tolist()])
+            first = int(rows.min())
+            return dataset[first : int(rows.max()) + 1][rows - first]
+
+    def _decoded(self, values: NDArray[Any]) -> NDArray[Any]:
+        return decoded(values, self._column.variable.fill, is_required=self._column.variable.required)
+
+
+def decoded(values: NDArray[Any], fill: Any, *, is_required: bool) -> NDArray[Any]:
+    """Returns stored values as people read them: NaN for missing whole numbers."""
+    if values.dtype.kind == "i" and not is_required:
+        return np.where(values == fill, np.nan, values)
+    return values
+
+
+def lazy_variable(column: Deferred, layout: Layout, manager: CachingFileManager | None) -> xr.Variable:
+    """Returns a column that is read when its values are asked for, and then kept."""
+    lazy: Any = indexing.LazilyIndexedArray(StoredColumn(column, layout, manager))
+    cached: Any = indexing.MemoryCachedArray(indexing.CopyOnWriteArray(lazy))
+    attributes = {"units": column.variable.units, "long_name": column.variable.long_name}
+    return xr.Variable(column.variable.dims, cached, attributes, fastpath=True)
