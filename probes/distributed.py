@@ -133,8 +133,8 @@ class Processes:
         return self.reduction
 
     def warn(self, message: str) -> None:
-        """Warns once, on one process."""
-        if self.reduction.rank == 0 and message not in self._warned:
+        """Warns once, on every process: where warnings are errors, all must stop."""
+        if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=4)
 

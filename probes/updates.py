@@ -169,6 +169,11 @@ class Updates:
         scales = read_scales(scaler, optimizer) if ready else Scales()
         updates = [self._close(name, optimizer, agreed[name], scales) for name in ready]
         self.attributor.expect(optimizer, updates)
+        for name in ready:
+            if agreed[name].conflict:
+                self.processes.warn(
+                    f"gram_cross of an update of policy '{name}' is NaN: {agreed[name].conflict}."
+                )
         return dict.fromkeys(agreed) | {one.record.policy: one.record for one in updates}
 
     @contextmanager
@@ -210,7 +215,6 @@ class Updates:
         )
         if agreed.conflict:
             self._halves[policy].go_by_name()
-            self.processes.warn(f"gram_cross of an update of policy '{policy}' is NaN: {agreed.conflict}.")
         self.residuals[policy] = summary.residual
         self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
         self.gathering.close(sums, self._waiting[policy], record, scale=scales.sums)

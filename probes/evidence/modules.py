@@ -26,8 +26,8 @@ NUMBERS = 1 << 24
 
 
 def module_of(parameter: str) -> str:
-    """Returns the name of the module that a parameter trains, the same with and without an adapter."""
-    name = parameter
+    """Returns the name of the module that a parameter trains, the same with and without adapter and DDP."""
+    name = parameter.removeprefix("module.")
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     parts = name.split(".")
