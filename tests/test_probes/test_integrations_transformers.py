@@ -66,7 +66,7 @@ def weights(trainer):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weights_are_bitwise_those_of_the_same_training_without(nano, tmp_path, lora):
     plain = make(nano, tmp_path / "plain", lora=lora)
     plain.train()

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 
+SLOW = pytest.mark.slow
 SLOTS = {"generator/0": "generator", "generator/1": "generator", "aggregator/0": "aggregator"}
 REUSED = {"steps_per_generation": 6, "num_iterations": 2, "loss_type": "grpo", "beta": 0.04}
 """Two updates from a generation, each used twice, with a reference policy."""
@@ -105,7 +106,7 @@ def weights(trainer):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=SLOW)])
 def test_five_steps_end_in_the_same_weights_and_give_a_run_file_that_diagnose_reads(tmp_path, lora, capsys):
     plain = make(tmp_path / "plain", lora=lora)
     plain.train()
@@ -195,8 +196,15 @@ def gram_errors(trainer, plain, run):
     return errors
 
 
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("settings", [{}, REUSED], ids=["dapo", "reused"])
+@pytest.mark.parametrize(
+    ("lora", "settings"),
+    [
+        pytest.param(False, {}, id="full-dapo"),
+        pytest.param(True, REUSED, id="lora-reused"),
+        pytest.param(True, {}, id="lora-dapo", marks=SLOW),
+        pytest.param(False, REUSED, id="full-reused", marks=SLOW),
+    ],
+)
 def test_slots_follow_their_rows_through_shuffle_split_and_reuse(tmp_path, lora, settings):
     trainer = probed(tmp_path, lora=lora, trainer=Replay, max_steps=4, **settings)
     trainer.train()
@@ -217,7 +225,7 @@ def test_slots_follow_their_rows_through_shuffle_split_and_reuse(tmp_path, lora,
         assert float(update["loss_weight"].sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)])
 def test_single_rows_are_measured_with_the_head_that_trl_fuses(tmp_path, lora):
     evidence = Evidence(rows_every=1, sketch_dim=0)
     trainer = probed(tmp_path, lora=lora, evidence=evidence, trainer=Replay, max_steps=1)
