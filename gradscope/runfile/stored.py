@@ -95,8 +95,10 @@ class StoredColumn(BackendArray):
         values = empty_column(self._column.variable, len(rows), self._layout)
         stored = rows < num
         if self._column.in_file and stored.any():
-            place: Any = (stored, *(slice(length) for length in self._column.shape))
-            values[place] = self._fetched(rows[stored])
+            # The file may have more labels by now than it had, and has fewer than the journals.
+            labels = tuple(slice(length) for length in self._column.shape)
+            place: Any = (stored, *labels)
+            values[place] = self._fetched(rows[stored])[(slice(None), *labels)]
         if self._column.tail is not None:
             values[~stored] = self._column.tail[rows[~stored] - num]
         return values
