@@ -266,7 +266,7 @@ class Scope:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the momenta that attribution keeps, for a checkpoint; call it between updates.
+        """Returns attribution's momenta and where schedules stand, for a checkpoint; between updates.
 
         In data-parallel training every process has those of its own pieces of the parameters, and saves them.
         It holds tensors, numbers and names only, as `torch.load` takes them with `weights_only=True`.
@@ -274,7 +274,8 @@ class Scope:
         self._require_attached("state_dict")
         reduction = self._updates.find_processes()
         place = {"rank": reduction.rank, "processes": reduction.size}
-        return {"attribution": self._updates.attributor.state(), **place}
+        kept = {"attribution": self._updates.attributor.state(), "evidence": self._updates.gathering.state()}
+        return kept | place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`; without one an optimizer's momentum counts as carried from before.
@@ -292,6 +293,7 @@ class Scope:
                 "is wrapped or sharded already; or none, and momentum counts as carried."
             )
         self._updates.attributor.load(state.get("attribution", {}))
+        self._updates.gathering.load(state.get("evidence", {}))
 
     def detach(self) -> None:
         """Removes every hook and frees the sums; the model is as before `attach`. Safe to call twice."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -170,6 +171,20 @@ class Gathering:
             if module in grams:
                 found[at] = grams[module]
         record.modules = replace(record.modules, change_gram=found, contributors=names)
+
+    def state(self) -> dict[str, Any]:
+        """Returns where the schedules stand, for a checkpoint: numbers and names only."""
+        return {
+            name: {"num_updates": own.num_updates, "spiked": own.spiked, "log_norms": own.watch.state()}
+            for name, own in self.policies.items()
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned; policies that it does not know begin anew."""
+        for name in self.policies.keys() & state.keys():
+            own, found = self.policies[name], state[name]
+            own.num_updates, own.spiked = int(found["num_updates"]), bool(found["spiked"])
+            own.watch.load(found["log_norms"])
 
     def forget(self, policy: str) -> None:
         """Frees what was kept of a policy's last step: the next is beginning."""

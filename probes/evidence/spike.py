@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -40,6 +40,14 @@ class SpikeWatch:
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=MEMORY)
+
+    def state(self) -> list[float]:
+        """Returns the log norms that are remembered."""
+        return list(self._history)
+
+    def load(self, log_norms: Iterable[float]) -> None:
+        """Goes on from what `state` returned."""
+        self._history = deque(log_norms, maxlen=MEMORY)
 
     def update(self, norm: float) -> bool:
         """Takes the gradient norm of an update; returns whether it is a spike."""

@@ -92,6 +92,31 @@ def test_modules_are_looked_at_on_schedule_and_at_a_jump(toy):
     assert [number for number, there in enumerate(rows) if there] == [0, 16]
 
 
+def test_schedules_and_norms_go_on_from_a_checkpoint(toy):
+    def looked(scope, model, numbers):
+        found = []
+        for number in numbers:
+            model.zero_grad()
+            x, y = toy.data(2)
+            with scope.rows(["solver/0"] * 2):
+                loss = ((model(x) - y) ** 2).sum() * (1.0 + 0.01 * (number % 3)) * (5 if number == 15 else 1)
+            loss.backward()
+            found.append(scope.step(toy.sgd(model)).modules is not None)
+        return found
+
+    settings = probes.Evidence(modules_every=6)
+    model = toy.model()
+    with probes.attach(model, toy.slots, evidence=settings) as scope:
+        whole = looked(scope, model, range(20))
+    with probes.attach(model, toy.slots, evidence=settings) as scope:
+        first = looked(scope, model, range(11))
+        state = scope.state_dict()
+    with probes.attach(model, toy.slots, evidence=settings) as scope:
+        scope.load_state_dict(state)
+        assert first + looked(scope, model, range(11, 20)) == whole
+    assert [number for number, there in enumerate(whole) if there] == [0, 6, 12, 15, 18]
+
+
 @pytest.mark.parametrize(
     ("history", "value", "spike"),
     [
