@@ -8,7 +8,10 @@ NEEDS = {
     "probes": ("torch",),
     "training": ("torch", "transformers", "peft", "safetensors", "pydantic", "jinja2"),
     "GGUF models": ("gguf",),
+    "many runs at once": ("dask",),
     "other tools' logs": ("tensorboard", "pyarrow", "trackio", "wandb"),
+    "probes in TRL": ("trl",),
+    "probes in verl": ("verl",),
 }
 """Job to its packages; diagnosis needs nothing beyond the plain installation."""
 
@@ -17,7 +20,10 @@ EXTRAS = {
     "probes": "probes",
     "training": "train",
     "GGUF models": "smollm",
+    "many runs at once": "dask",
     "other tools' logs": "importers",
+    "probes in TRL": "parity",
+    "probes in verl": "verl",
 }
 """Job to the extra that brings its packages."""
 

@@ -143,10 +143,12 @@ class Session:
         self._go_to(step)
         try:
             found = self.scope.step(optimizer)
-        except ProbeError as error:
-            self.scope = None  # it has detached itself
-            warnings.warn(f"gradscope stops measuring at step {step}: {error}", stacklevel=3)
-            self.event(step, "probe_disabled", str(error))
+        except Exception as error:  # a training goes on without its probe, whatever is wrong with that
+            self.scope.detach()
+            self.scope = None
+            message = str(error) if isinstance(error, ProbeError) else repr(error)
+            warnings.warn(f"gradscope stops measuring at step {step}: {message}", stacklevel=3)
+            self.event(step, "probe_disabled", message)
             return
         self._records += found if isinstance(found, list) else [found]
 
