@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,17 @@ from gradscope.runfile.batch import Batch, Columns, select
 from gradscope.runfile.content import Content
 from gradscope.runfile.layout import Layout
 from gradscope.runfile.load import Loaded, load
+from gradscope.runfile.reading import Lazy
+from gradscope.runfile.several import concatenated
 from gradscope.runfile.stored import State, decoded, file_manager, lazy_variable
 from gradscope.schema import DAMAGE, SUPERSEDED, TABLES, Variable, dim_description
 
 Nodes = Mapping[str, Mapping[str, xr.Variable]]
 
 
-def open_run(path: str | Path) -> xr.DataTree:
+def open_run(
+    path: str | Path | Sequence[str | Path], *, chunks: Mapping[str, int] | None = None
+) -> xr.DataTree:
     """Returns everything logged so far, up to the last whole record.
 
     What may be large, `/modules` and `/rows`, is read when its values are asked for. Missing values are NaN,
@@ -28,19 +32,35 @@ def open_run(path: str | Path) -> xr.DataTree:
     their steps. The tree is called as the run directory is. The root attribute `damage` says what is lost or
     cannot be used, which also warns (UserWarning); a run without damage has no such attribute.
 
+    Of a list of runs every variable has the dim `run` in front, with the coordinates workflow, policy, scale,
+    task and seed; what a run lacks is missing. What resumes left behind is not in it.
+
     Args:
-        path: The run directory, or its `run.h5`.
+        path: The run directory or its `run.h5`, or a list of such.
+        chunks: For a list: lengths of dask's chunks by dim, `{}` for one chunk a variable and run. Little but
+            coordinates is read then until asked for, so runs may exceed memory. Needs dask.
 
     Raises:
         RunFileError: There is no run, the files are not ours, not readable, damaged or of several runs, or
-            their format is too new.
+            their format is too new; dask is absent.
     """
-    loaded = load(path, _is_large)
+    if isinstance(path, str | Path):
+        return _open_one(path, _is_large)
+    lazy = _is_large if chunks is None else _is_optional
+    return concatenated(list(path), lambda one: _open_one(one, lazy), chunks=chunks)
+
+
+def _open_one(path: str | Path, lazy: Lazy) -> xr.DataTree:
+    loaded = load(path, lazy)
     run = to_datatree(loaded.content, name=loaded.paths.name, deferred=_lazy_variables(loaded))
     if loaded.damage:
         run.attrs[DAMAGE] = " ".join(loaded.damage)
-        warnings.warn(f"{path}: {run.attrs[DAMAGE]}", stacklevel=2)
+        warnings.warn(f"{path}: {run.attrs[DAMAGE]}", stacklevel=3)
     return run
+
+
+def _is_optional(table: str, variable: Variable) -> bool:
+    return table not in ("segments", "events") and not variable.required
 
 
 def _is_large(table: str, variable: Variable) -> bool:
