@@ -86,6 +86,10 @@ class Ranks(Reduction):
         """Returns how a parameter is cut, whose columns begin at `start`."""
         raise NotImplementedError
 
+    def divisor(self, parameter: nn.Parameter) -> float:
+        """Returns what the gradients of single processes are divided by when they are added up."""
+        return self.cut(parameter, 0).divisor
+
     def local_sums(self, sums_CP: torch.Tensor, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Returns the sums over all processes, scaled like gradients, of this one's pieces.
 

@@ -45,6 +45,10 @@ class Reduction:
         """
         return sums_CP
 
+    def divisor(self, parameter: nn.Parameter) -> float:
+        """Returns what the gradients of single processes are divided by when they are added up."""
+        return 1.0
+
     def add_up(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns small float64 tensors added up over the parts that processes account for."""
         return numbers

@@ -214,7 +214,10 @@ class Gathering:
         self, sums: SlotAccumulators, batches: Sequence[RowBatch], top: int | None, scale: float
     ) -> RowEvidence | None:
         assert self.row_meter is not None
-        found = []
+        divisors = {sums.reduction.divisor(parameter) for parameter in sums.policy.covered.values()}
+        if len(divisors) > 1:
+            return None  # a row's gradient has no one scale
+        scale, found = scale / divisors.pop(), []
         for batch in batches:
             numbers = self.row_meter.finish(batch)
             if numbers is not None:

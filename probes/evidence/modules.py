@@ -20,22 +20,26 @@ Array = NDArray[np.float64]
 
 _ADAPTER_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 """Names under which PEFT keeps what belongs to the module above."""
-_WRAPPERS = ("base_model.model.", "_fsdp_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of names that wrappers around a model or layer add."""
 NUMBERS = 1 << 24
 """Numbers turned into float64 at a time (128 MiB)."""
 
 
 def module_of(parameter: str) -> str:
     """Returns the name of the module that a parameter trains, the same with and without adapter and DDP."""
-    name = parameter.removeprefix("module.")
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    parts = name.split(".")
+    parts = name_in_model(parameter).removeprefix("base_model.model.").split(".")
     if "modules_to_save" in parts:  # followed by the adapter's name
         at = parts.index("modules_to_save")
         parts = parts[:at] + parts[at + 2 :]
     own = next((at for at, part in enumerate(parts) if part in _ADAPTER_PARTS), len(parts) - 1)
-    return ".".join(part for part in parts[:own] if part != "base_layer") or name
+    return ".".join(part for part in parts[:own] if part != "base_layer") or parts[0]
+
+
+def name_in_model(parameter: str) -> str:
+    """Returns a parameter's name as it is without data-parallel, compiling and checkpointing wrappers."""
+    parts = parameter.removeprefix("module.").split(".")
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def module_evidence(sums: SlotAccumulators, record: UpdateRecord, *, whole: bool) -> ModuleEvidence:

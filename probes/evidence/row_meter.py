@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from gradscope.probes.evidence.modules import name_in_model
 from gradscope.probes.evidence.row_sums import AddCells, RowNumbers, RowSums
 from gradscope.probes.evidence.settings import Evidence
 from gradscope.probes.rows import RowBatch
@@ -27,7 +28,7 @@ class RowMeter:
     def __init__(self, layout: Layout, settings: Evidence) -> None:
         self._settings = settings
         self._names = {
-            id(parameter): name
+            id(parameter): name_in_model(name)
             for policy in layout.policies.values()
             for name, parameter in policy.covered.items()
         }

@@ -177,6 +177,47 @@ def fsdp_lora_attached_before(rank, world):
         train("lora", model, scope, world, rank, quiet=quiet_shards(model))
 
 
+def evidence_of_modules_and_rows(rank, world):
+    """Norms by module and rows of all ranks, in the units of `.grad`, are those of one process."""
+    settings = probes.Evidence(modules_every=1, module_gram=True, rows_every=2, top_rows=3, sketch_dim=16)
+    model, whole = NANO.lora(), NANO.lora()
+    for wrap in (DistributedDataParallel, lambda model: shard(model, reshard=True)):
+        wrapped = wrap(copy.deepcopy(model))
+        with (
+            probes.attach(wrapped, ROLES, evidence=settings) as scope,
+            probes.attach(whole, ROLES, evidence=settings) as whole_scope,
+        ):
+            for _ in range(2):
+                for part, one, batches, ranks in (
+                    (scope, wrapped, batches_of(rank), [rank]),
+                    (whole_scope, whole, everywhere(world), range(world)),
+                ):
+                    for number, batch in enumerate(batches):
+                        own = ranks[number // len(batches_of(rank))]
+                        names = [
+                            f"{own}.{number % len(batches_of(rank))}.{row}" for row in range(len(batch.slots))
+                        ]
+                        with part.rows(batch.slots, row_ids=names):
+                            loss = loss_of(one, batch, world if one is wrapped else 1.0)
+                        loss.backward()
+                found = scope.step(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+                expected = whole_scope.step(torch.optim.SGD(whole.parameters(), lr=0.1))
+                wrapped.zero_grad()
+                whole.zero_grad()
+                scale = np.nanmax(np.abs(expected.modules.gram))
+                np.testing.assert_allclose(found.modules.gram, expected.modules.gram, atol=EXACT * scale)
+                assert found.modules.modules == expected.modules.modules
+                assert found.rows.row_ids == expected.rows.row_ids
+                np.testing.assert_allclose(found.rows.grad_norm, expected.rows.grad_norm, rtol=EXACT)
+                assert (found.rows.sketch is None) == (expected.rows.sketch is None)
+                if found.rows.sketch is not None:
+                    np.testing.assert_allclose(
+                        found.rows.sketch, expected.rows.sketch, atol=EXACT * found.rows.grad_norm.max()
+                    )
+            with pytest.raises(gradscope.errors.ProbeError, match="spread over processes"):
+                scope.evidence.components({"whole": loss})
+
+
 def fused_layers(rank, world):
     """Nodes that hand autograd the sum of the slots, under both ways to share the work."""
     wrapped = DistributedDataParallel(NANO.lora())

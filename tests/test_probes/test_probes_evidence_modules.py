@@ -66,6 +66,8 @@ def test_slots_without_rows_are_missing(nano):
         ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head"),
         ("base_model.model.model.norm.weight", "model.norm"),
         ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj"),
+        ("module.model.norm.weight", "model.norm"),
+        ("module.base_model.model.model._orig_mod.norm.weight", "model.norm"),
         ("0.weight", "0"),
         ("scale", "scale"),
     ],
