@@ -16,7 +16,7 @@ from gradscope.runfile.evidence import ComponentGram
 
 
 def component_gram(
-    sums: Mapping[str, SlotAccumulators], slots: Sequence[str], there: Sequence[int], *, scale: float
+    sums: Mapping[str, SlotAccumulators], slots: Sequence[str], there: Sequence[int]
 ) -> ComponentGram:
     """Returns the products of components x slots of one policy.
 
@@ -24,7 +24,6 @@ def component_gram(
         sums: Component -> its sums, all of one policy and with the same cells.
         slots: Names of all slots.
         there: Those of the policy that have rows.
-        scale: Factor that brings gradients to the units of the loss.
     """
     first = next(iter(sums.values()))
     num, num_cells, cells = len(sums), len(first.cells), first.cells
@@ -40,7 +39,7 @@ def component_gram(
     local = [cells.slots.index(slot) for slot in there]
     for i in range(num):
         for j in range(num):
-            own = cells.gram(split[i, :, j]) * scale**2
+            own = cells.gram(split[i, :, j])
             gram[i, :, j][np.ix_(there, there)] = own[np.ix_(local, local)]
     return ComponentGram(tuple(sums), tuple(slots), gram)
 

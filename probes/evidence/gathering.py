@@ -131,7 +131,7 @@ class Gathering:
             record.rows = self._rows(sums, batches, None if rows_due else self.settings.top_rows, scale)
         if any(not part.empty for part in own.components.values()):
             there = [slot for slot in sums.policy.slots if not np.isnan(record.gram[slot, slot])]
-            record.components = component_gram(own.components, record.slots, there, scale=scale)
+            record.components = component_gram(own.components, record.slots, there)
             record.counts.update(record.components.by_slot())
         own.components = {}
         own.num_updates += 1

@@ -50,7 +50,8 @@ class Requests:
         and what is measured of the whole loss stay as they are. The record's `components` has the products.
 
         Args:
-            losses: Name -> part of the loss with its coefficient; the same names for all micro-batches.
+            losses: Name -> part of the loss with its coefficient, but without any loss scale; the same
+                names for all micro-batches.
 
         Raises:
             ProbeError: A part is no single number, the parts are others than before in this update, they

@@ -258,6 +258,25 @@ def test_top_rows_of_every_update_and_all_rows_of_scheduled_ones(toy):
     assert records[1].modules is None
 
 
+def test_a_loss_scale_is_taken_out_of_rows_and_modules_and_not_of_parts(toy):
+    slots, found = ["solver/0", "judge/0"] * 2, []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=256.0)):
+        model = toy.model()
+        with probes.attach(model, toy.slots, evidence=probes.Evidence(rows_every=1)) as scope:
+            optimizer = toy.sgd(model)
+            x, y = toy.data(4)
+            with scope.rows(slots, row_ids=range(4)):
+                loss = ((model(x) - y) ** 2).sum()
+            scope.evidence.components({"whole": loss})
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            found.append(scope.step(optimizer, scaler=scaler))
+    plain, scaled = found
+    assert scaled.rows.grad_norm == pytest.approx(plain.rows.grad_norm, rel=EXACT)
+    assert scaled.rows.sketch == pytest.approx(plain.rows.sketch, rel=EXACT)
+    assert scaled.modules.grad_norm == pytest.approx(plain.modules.grad_norm, rel=EXACT)
+    assert np.array_equal(scaled.components.gram, plain.components.gram)
+
+
 def test_rows_without_ids_are_refused(toy):
     model = toy.model()
     with (
