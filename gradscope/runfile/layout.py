@@ -175,7 +175,7 @@ class Layout:
             for table, variables in self.user.items()
         }
         own = {"labels": self.labels, "slot_role": self.slot_role, "slot_policy": self.slot_policy}
-        return json.dumps({**own, "user": user, "sketch_dim": self.sketch_dim})
+        return json.dumps({**own, "user": user, "sketch_dim": self.sketch_dim, "identity": self.identity})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layout:
