@@ -22,7 +22,6 @@ DEADLINE = 240.0
 
 def main() -> int:
     world, folder, module, *names = sys.argv[1:]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("error")
     checks = importlib.import_module(module)
     children = [fork(rank, int(world), Path(folder), checks, names) for rank in range(int(world))]
