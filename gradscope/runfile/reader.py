@@ -15,7 +15,7 @@ from gradscope.runfile.layout import Layout
 from gradscope.runfile.load import Loaded, load
 from gradscope.runfile.reading import Lazy
 from gradscope.runfile.several import concatenated
-from gradscope.runfile.stored import State, decoded, file_manager, lazy_variable
+from gradscope.runfile.stored import Source, decoded, lazy_variable
 from gradscope.schema import DAMAGE, SUPERSEDED, TABLES, Variable, dim_description
 
 Nodes = Mapping[str, Mapping[str, xr.Variable]]
@@ -70,14 +70,10 @@ def _is_large(table: str, variable: Variable) -> bool:
 def _lazy_variables(loaded: Loaded) -> Nodes:
     """Returns the columns that were left on the disk."""
     nodes: dict[str, dict[str, xr.Variable]] = {}
-    if loaded.deferred:
-        manager = None
-        if any(column.in_file for column in loaded.deferred):
-            manager = file_manager(loaded.paths.file, State.of(loaded.content))
-            manager.acquire()
-        for column in loaded.deferred:
-            variable = lazy_variable(column, loaded.content.layout, manager)
-            nodes.setdefault(column.group, {})[column.variable.name] = variable
+    source = Source.of(loaded)
+    for column in loaded.deferred:
+        variable = lazy_variable(column, loaded.content.layout, source)
+        nodes.setdefault(column.group, {})[column.variable.name] = variable
     return nodes
 
 

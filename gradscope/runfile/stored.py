@@ -5,6 +5,8 @@ The file may grow meanwhile but not have been resumed, which moves rows away.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,14 @@ import h5py
 import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
-from xarray.backends import BackendArray, CachingFileManager
+from xarray.backends import BackendArray
 from xarray.core import indexing
 
 from gradscope.errors import RunFileError
 from gradscope.runfile.batch import empty_column
-from gradscope.runfile.content import Content
+from gradscope.runfile.check import unreadable
 from gradscope.runfile.layout import Layout
-from gradscope.runfile.load import open_unlocked
+from gradscope.runfile.load import Loaded, open_unlocked
 from gradscope.runfile.reading import Deferred
 
 _FEW = 64
@@ -28,33 +30,45 @@ _FEW = 64
 
 
 @dataclass(frozen=True)
-class State:
-    """By what a file is known to be the one that was read, or a longer one: its run and its segments."""
+class Source:
+    """A run file, and by what it is known to be the one that was read, or longer: its run and its segments.
 
+    It is opened for each reading and not kept open, which would keep other tools of the process off it.
+    """
+
+    path: Path
     run_id: str
     num_segments: int
 
     @classmethod
-    def of(cls, content: Content) -> State:
-        """Returns the state of a run that was read."""
-        return cls(str(content.attributes.get("run_id")), content.num_rows("segments"))
-
-
-def file_manager(path: Path, state: State) -> CachingFileManager:
-    """Returns what opens the file whenever it is needed and closes it when many others are open."""
-    return CachingFileManager(_open_again, str(path), mode="r", kwargs={"state": state})
-
-
-def _open_again(path: str, mode: str, *, state: State) -> h5py.File:
-    file = open_unlocked(Path(path))
-    num = len(file["segments/segment"]) if "segments" in file else 0
-    if (str(file.attrs.get("run_id")), num) != (state.run_id, state.num_segments):
-        file.close()
-        raise RunFileError(
-            f"{path}: was resumed or replaced after it was opened, so what had not been read yet is gone. "
-            "Open the run again."
+    def of(cls, loaded: Loaded) -> Source:
+        """Returns the source of a run that was read."""
+        content = loaded.content
+        return cls(
+            loaded.paths.file.absolute(),
+            str(content.attributes.get("run_id")),
+            content.num_rows("segments"),
         )
-    return file
+
+    @contextmanager
+    def opened(self) -> Iterator[h5py.File]:
+        """Opens the file.
+
+        Raises:
+            RunFileError: It is gone, or not what it was.
+        """
+        try:
+            file = open_unlocked(self.path)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        with file:
+            num = len(file["segments/segment"]) if "segments" in file else 0
+            if (str(file.attrs.get("run_id")), num) != (self.run_id, self.num_segments):
+                raise RunFileError(
+                    f"{self.path}: was resumed or replaced after it was opened, so what had not been read is "
+                    "gone. Open the run again."
+                )
+            yield file
 
 
 class StoredColumn(BackendArray):
@@ -63,15 +77,15 @@ class StoredColumn(BackendArray):
     Args:
         column: Where it stands.
         layout: Of the run; labels that the file does not have yet are missing in its rows.
-        manager: Opens the file.
+        source: The file.
     """
 
-    def __init__(self, column: Deferred, layout: Layout, manager: CachingFileManager | None) -> None:
+    def __init__(self, column: Deferred, layout: Layout, source: Source) -> None:
         num_tail = 0 if column.tail is None else len(column.tail)
         self.shape = (column.num_stored + num_tail, *layout.shape(column.variable))
         self._column = column
         self._layout = layout
-        self._manager = manager
+        self._source = source
         self.dtype = np.dtype(self._decoded(empty_column(column.variable, 0, layout)).dtype)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -104,8 +118,7 @@ class StoredColumn(BackendArray):
         return values
 
     def _fetched(self, rows: NDArray[np.intp]) -> NDArray[Any]:
-        assert self._manager is not None
-        with self._manager.acquire_context() as file:
+        with self._source.opened() as file:
             dataset = file[f"{self._column.group}/{self._column.variable.name}"]
             if self._column.variable.dtype == "str":
                 dataset = dataset.asstr()
@@ -125,9 +138,9 @@ def decoded(values: NDArray[Any], fill: Any, *, is_required: bool) -> NDArray[An
     return values
 
 
-def lazy_variable(column: Deferred, layout: Layout, manager: CachingFileManager | None) -> xr.Variable:
+def lazy_variable(column: Deferred, layout: Layout, source: Source) -> xr.Variable:
     """Returns a column that is read when its values are asked for, and then kept."""
-    lazy: Any = indexing.LazilyIndexedArray(StoredColumn(column, layout, manager))
+    lazy: Any = indexing.LazilyIndexedArray(StoredColumn(column, layout, source))
     cached: Any = indexing.MemoryCachedArray(indexing.CopyOnWriteArray(lazy))
     attributes = {"units": column.variable.units, "long_name": column.variable.long_name}
     return xr.Variable(column.variable.dims, cached, attributes, fastpath=True)
