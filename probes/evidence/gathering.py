@@ -68,6 +68,9 @@ class Gathering:
         slots: Slot -> role.
         settings: What is asked for.
 
+    Raises:
+        ProbeError: Rows are asked for where no module is tapped.
+
     Attributes:
         row_meter: What the taps call; None where rows are never asked for.
         policies: Policy -> where it stands.
@@ -78,6 +81,11 @@ class Gathering:
     ) -> None:
         self.settings = settings
         measures_rows = settings.rows_every > 0 or settings.top_rows > 0
+        if measures_rows and not layout.targets:
+            raise ProbeError(
+                "attach(): Evidence asks for single rows, but every parameter has a hook of its own, which "
+                "sees none; take another mode than 'pure', or rows_every=0 and top_rows=0."
+            )
         self.row_meter = RowMeter(layout, settings) if measures_rows else None
         self.policies = {policy: Standing() for policy in layout.policies}
         self._layout = layout

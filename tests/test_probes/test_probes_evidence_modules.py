@@ -208,3 +208,10 @@ def test_evidence_of_a_record_is_in_the_run_file(nano, tmp_path):
     assert rows["row_slot"].values[:10].tolist() == batch.slots
     assert set(rows["problem"].values) == {"p"}
     assert rows["update"].values.tolist() == [0.0] * 10 + [1.0] + [2.0] * 10
+
+
+def test_settings_are_checked():
+    with pytest.raises(probes.ProbeError, match="rows_every is -1"):
+        probes.Evidence(rows_every=-1)
+    with pytest.raises(probes.ProbeError, match=r"sketch_dim is 2\.5"):
+        probes.Evidence(sketch_dim=2.5)

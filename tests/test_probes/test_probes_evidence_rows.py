@@ -203,41 +203,6 @@ def test_sketches_of_a_slot_add_up_to_the_sketch_of_its_gradient(nano):
         assert np.max(np.abs(own - total.numpy())) <= EXACT * float(total.norm())
 
 
-def test_products_of_sketches_are_unbiased_with_the_stated_error():
-    generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(2, 5000, generator=generator, dtype=torch.float64)
-    gradients[1] += gradients[0]
-    truth = float(gradients[0] @ gradients[1])
-    norms = gradients.norm(dim=1)
-    for dim in (64, 256):
-        sketches = [sketch(gradients, "weight", dim=dim, seed=seed) for seed in range(400)]
-        errors = np.array([float(s[0] @ s[1]) - truth for s in sketches])
-        stated = np.sqrt((float(norms[0] * norms[1]) ** 2 + truth**2) / dim)
-        assert abs(errors.mean()) <= 4 * stated / np.sqrt(len(errors))
-        assert errors.std() == pytest.approx(stated, rel=0.15)  # four standard errors of 400 values
-
-
-def test_a_large_column_does_not_fill_a_single_bucket():
-    gradients = torch.zeros(1, 64 * 256, dtype=torch.float64)
-    gradients[0, 7::256] = 1.0  # one input feature in all 64 outputs
-    found = sketch(gradients, "weight", dim=128, seed=0)
-    assert int((found != 0).sum()) > 20
-
-
-def test_signs_and_buckets_depend_on_seed_and_name_alone():
-    gradients = torch.randn(5, 100, dtype=torch.float64)
-    whole = sketch(gradients, "weight", dim=16, seed=1)
-    assert torch.equal(whole[2:3], sketch(gradients[2:3], "weight", dim=16, seed=1))
-    assert not torch.allclose(whole, sketch(gradients, "weight", dim=16, seed=2))
-    assert not torch.allclose(whole, sketch(gradients, "other", dim=16, seed=1))
-    # Stored sketches stay comparable from version to version.
-    fixed = sketch(torch.arange(1.0, 9.0, dtype=torch.float64)[None], "weight", dim=4, seed=0)
-    assert fixed.tolist() == PINNED
-
-
-PINNED = [[-5.0, -9.0, 7.0, -9.0]]
-
-
 def test_top_rows_of_every_update_and_all_rows_of_scheduled_ones(toy):
     model = toy.model()
     slots = ["solver/0", "judge/0"] * 3
@@ -286,11 +251,34 @@ def test_rows_without_ids_are_refused(toy):
         toy.run(scope, model, ["solver/0"])
 
 
-def test_settings_are_checked():
-    with pytest.raises(probes.ProbeError, match="rows_every is -1"):
-        probes.Evidence(rows_every=-1)
-    with pytest.raises(probes.ProbeError, match=r"sketch_dim is 2\.5"):
-        probes.Evidence(sketch_dim=2.5)
+def test_hooks_see_no_rows_and_say_so(toy):
+    model = toy.model()
+    with pytest.raises(probes.ProbeError, match="take another mode than 'pure'"):
+        probes.attach(model, toy.slots, mode="pure", evidence=probes.Evidence(rows_every=1))
+    probes.attach(model, toy.slots, mode="pure").detach()  # nothing was left on the model
+
+
+def test_parameters_with_hooks_are_left_out_of_rows(toy):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), toy.unknown_layer(), torch.nn.Linear(8, 1)).double()
+    x, y = toy.data(2)
+    norms = []
+    for row in range(2):
+        model.zero_grad()
+        ((model(x[row : row + 1]) - y[row : row + 1]) ** 2).sum().backward()
+        norms.append(
+            torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "factor" not in n])
+            .norm()
+            .item()
+        )
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="one slot each"):
+        scope = probes.attach(model, toy.slots, evidence=probes.Evidence(rows_every=1))
+    with scope:
+        toy.run(scope, model, ["solver/0"] * 2, row_ids=[0, 1])
+        rows = scope.step(toy.sgd(model)).rows
+    assert rows.grad_norm == pytest.approx(norms, rel=EXACT)
+    assert list(scope.coverage) == ["1.factor"]
 
 
 def test_gradients_are_bitwise_those_of_plain_training(nano):
