@@ -99,17 +99,12 @@ class _Run:
         if self.saved_step >= self.config.train.steps:
             return RunResult(self.folder, self.state.step, False, (), was_done=True)
         put_aside(self.folder, self.damaged)
-        writer = RunWriter(
-            self.folder,
-            slots=self.session.workflow.slots,
-            policies=self.session.routing,
-            config=self.config.model_dump(mode="json"),
-            seed=self.config.train.seed,
-            resume_from_step=self.state.step if self.before else None,
-            fsync=self.config.run.fsync,
-            hardware=str(self.environment["hardware"]),
-        )
-        with Interrupt() as interrupt, writer, self._open_mirrors(writer) as self.mirrors:
+        # Signals are ours before the writer, which takes care of SIGTERM where nobody else does.
+        with (
+            Interrupt() as interrupt,
+            self._open_writer() as writer,
+            self._open_mirrors(writer) as self.mirrors,
+        ):
             self.state = replace(self.state, tracker_ids=self.mirrors.run_ids)
             write_description(self.folder, self.config, self.environment)
             if self.before:
@@ -123,6 +118,32 @@ class _Run:
             if self.saved_step != self.state.step:
                 self._checkpoint([], writer)
         self._check_run_file(writer)
+        self._check_weights()
+        return RunResult(
+            self.folder,
+            self.state.step,
+            bool(interrupt.requested) and self.state.step < last,
+            tuple(self.evaluations),
+        )
+
+    def _open_writer(self) -> RunWriter:
+        return RunWriter(
+            self.folder,
+            slots=self.session.workflow.slots,
+            policies=self.session.routing,
+            config=self.config.model_dump(mode="json"),
+            seed=self.config.train.seed,
+            resume_from_step=self.state.step if self.before else None,
+            fsync=self.config.run.fsync,
+            hardware=str(self.environment["hardware"]),
+        )
+
+    def _check_weights(self) -> None:
+        """Refuses to end as if all were well.
+
+        Raises:
+            RunFileError: The last weights could not be saved.
+        """
         if self.lost:
             raise RunFileError(
                 f"{self.folder}: the weights after step {self.state.step} could not be saved ({self.lost}); "
@@ -130,12 +151,6 @@ class _Run:
                 if self.saved_step >= 0
                 else f"{self.folder}: no weights could be saved ({self.lost}). Make room, use another folder."
             )
-        return RunResult(
-            self.folder,
-            self.state.step,
-            bool(interrupt.requested) and self.state.step < last,
-            tuple(self.evaluations),
-        )
 
     def _open_mirrors(self, writer: RunWriter) -> Mirrors:
         return Mirrors(
