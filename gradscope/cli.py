@@ -34,6 +34,8 @@ COMMANDS = {
     "diagnose": "Say what went wrong in a saved run, how sure that is, and what the log cannot tell.",
     "inspect": "Show what a run holds: steps, gaps, segments, sizes, provenance, damage.",
     "watch": "Show a run in the terminal while it grows.",
+    "repair": "Save what can be saved of a damaged run or HDF5 file into a new file.",
+    "migrate": "Bring a run of an older schema version to the present one.",
     "figures": "Draw the mechanism figures of one or several runs.",
     "import": "Make a run file of the log of another tool.",
     "export": "Write a run's numbers for another tool.",

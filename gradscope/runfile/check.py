@@ -33,10 +33,30 @@ def unreadable(path: str | Path, error: OSError) -> RunFileError:
 
 
 def check_version(path: Path, attributes: Mapping[str, Any]) -> None:
-    """Refuses files that are not ours or of a later major version.
+    """Refuses files that are not ours or of another major version.
 
     Raises:
-        RunFileError: The attribute schema_version is absent, no version, or too new.
+        RunFileError: The attribute schema_version is absent, no version, too old or too new.
+    """
+    version = version_of(path, attributes)
+    major, own_major = (int(text.partition(".")[0]) for text in (version, SCHEMA_VERSION))
+    if major > own_major:
+        raise RunFileError(
+            f"{path}: written in schema {version}, this version reads {own_major}.x. "
+            "Install a newer gradscope."
+        )
+    if major < own_major:
+        raise RunFileError(
+            f"{path}: written in schema {version}, this version reads {own_major}.x. "
+            f"Run 'gradscope migrate {path}'."
+        )
+
+
+def version_of(path: Path, attributes: Mapping[str, Any]) -> str:
+    """Returns the schema version of a file.
+
+    Raises:
+        RunFileError: The attribute schema_version is absent or no version.
     """
     version = _VERSION.fullmatch(str(attributes.get("schema_version", "")))
     if version is None:
@@ -44,12 +64,7 @@ def check_version(path: Path, attributes: Mapping[str, Any]) -> None:
             f"{path}: an HDF5 file without the attribute schema_version, so not a run file. "
             "Expected one that RunWriter wrote."
         )
-    own_major = SCHEMA_VERSION.partition(".")[0]
-    if int(version.group(1)) > int(own_major):
-        raise RunFileError(
-            f"{path}: written in schema {version.group()}, this version reads {own_major}.x. "
-            "Install a newer gradscope."
-        )
+    return version.group()
 
 
 def is_newer(version: str) -> bool:
