@@ -16,9 +16,10 @@ from gradscope import __version__
 from gradscope.detectors import DETECTORS
 from gradscope.detectors.finding import Finding as Finding
 from gradscope.detectors.finding import Skipped
-from gradscope.errors import GradscopeError, SchemaError
+from gradscope.errors import GradscopeError, RunFileError, SchemaError
 from gradscope.report.limits import unanswerable
 from gradscope.runfile import open_run
+from gradscope.schema import TABLES
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,13 @@ def diagnose(run: xr.DataTree | str | Path, *, name: str | None = None) -> Diagn
         RunFileError: There is no readable run at that path.
     """
     if isinstance(run, str | Path):
-        return diagnose(open_run(run), name=name or str(run))
+        opened = open_run(run)
+        if not any(name in opened and opened[name].sizes[TABLES[name].dim] for name in ("train", "eval")):
+            raise RunFileError(
+                f"{run}: holds neither steps nor evaluations, so there is nothing to diagnose. "
+                "Was the run ended before its first step?"
+            )
+        return diagnose(opened, name=name or str(run))
     if not isinstance(run, xr.DataTree):
         raise SchemaError(
             f"diagnose takes an opened run (gradscope.open_run) or its path, not {type(run).__name__}."

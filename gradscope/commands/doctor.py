@@ -7,8 +7,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Annotated
 import typer
 
 from gradscope.extras import EXTRAS, NEEDS
-from gradscope.runfile.durable import sync
+from gradscope.runfile.promises import check_folder
 
 
 @dataclass(frozen=True)
@@ -105,46 +103,7 @@ def _file_system(folder: Path) -> list[Check]:
         return [
             Check("file system", False, f"'{folder}' is not a folder", "Name an existing one with --folder.")
         ]
-    promises: dict[str, Callable[[Path], bool]] = {
-        "append in one write": _appends,
-        "replace a file whole": _replaces,
-        "sync a folder": _syncs_folder,
-    }
-    checks = []
-    for name, test in promises.items():
-        try:
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".gradscope-doctor-") as scratch:
-                ok, found = test(Path(scratch)), str(folder.resolve())
-        except OSError as error:
-            ok, found = False, str(error)
-        advice = "" if ok else "Runs written here may not survive a crash; write them to a local disk."
-        checks.append(Check(f"files: {name}", ok, found, advice))
-    return checks
-
-
-def _appends(scratch: Path) -> bool:
-    file = scratch / "journal"
-    for part in (b"first", b"second"):
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            written = os.write(descriptor, part)
-        finally:
-            os.close(descriptor)
-        if written != len(part):
-            return False
-    return file.read_bytes() == b"firstsecond"
-
-
-def _replaces(scratch: Path) -> bool:
-    old, new = scratch / "run", scratch / "run.new"
-    old.write_bytes(b"old")
-    new.write_bytes(b"new")
-    with old.open("rb") as reader:
-        os.replace(new, old)
-        # A reader that has the old file open goes on reading the old file.
-        return reader.read() == b"old" and old.read_bytes() == b"new"
-
-
-def _syncs_folder(scratch: Path) -> bool:
-    sync(scratch)
-    return True
+    return [
+        Check(f"files: {promise.name}", promise.is_kept, promise.found, promise.advice)
+        for promise in check_folder(folder)
+    ]

@@ -258,6 +258,11 @@ def _plain(value: Any) -> Any:
 def _nothing_there(path: str | Path, paths: RunPaths) -> str:
     where = Path(path)
     expected = f"Expected {paths.file.name} or journals {paths.file.name}.wal.* there"
+    if journals := ", ".join(journal.name for journal in paths.journals().values()):
+        return (
+            f"{where}: holds no run: there is no {paths.file.name} and no readable header in {journals}. "
+            f"Put the run's {paths.file.name} back beside them."
+        )
     if not where.exists():
         return f"{where}: no such file or directory. {expected}; check the path."
     if where.is_dir() and (
