@@ -41,7 +41,8 @@ def _lines(summary: dict[str, Any]) -> Iterator[str]:
     yield "Groups"
     for name, group in summary["groups"].items():
         rows = ", ".join(f"{count} on {dim}" for dim, count in group["rows"].items())
-        yield f"  /{name}: {rows}"
+        size = f", {group['num_bytes']:,} bytes in the file" if group["num_bytes"] else ""
+        yield f"  /{name}: {rows}{size}"
         for label, variable in group["variables"].items():
             missing = f", {variable['missing']:.1%} missing" if variable["missing"] else ""
             yield f"    {label:<24} ({', '.join(variable['dims'])}){missing}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradscope.runfile.content import Content
 from gradscope.runfile.damage import where
 from gradscope.runfile.journals import Journal
 from gradscope.runfile.layout import Layout
-from gradscope.runfile.load import Loaded, load
+from gradscope.runfile.load import Loaded, load, open_unlocked
 from gradscope.runfile.lock import writer_of
 from gradscope.schema import TABLES
 
@@ -54,7 +55,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
                    **group.attributes}
             for name, group in content.superseded.items()
         },
-        "groups": _groups(content.tables, content.layout),
+        "groups": _groups(content.tables, content.layout, _stored_bytes(loaded)),
         "files": _files(loaded),
         "journals": [_journal(journal) for journal in loaded.journals],
         "num_overlaid_records": loaded.num_overlaid,
@@ -115,11 +116,23 @@ def _segments(content: Content) -> list[dict[str, Any]]:
     ]
 
 
-def _groups(tables: Batch, layout: Layout) -> dict[str, dict[str, Any]]:
+def _stored_bytes(loaded: Loaded) -> Counter[str]:
+    """Returns how many bytes of the run file the variables of each group take, compressed."""
+    sizes: Counter[str] = Counter()
+    if loaded.paths.file.exists():
+        with open_unlocked(loaded.paths.file) as file:
+            for name, group in file.items():
+                if name in {table.group for table in TABLES.values()}:
+                    sizes[name] = sum(dataset.id.get_storage_size() for dataset in group.values())
+    return sizes
+
+
+def _groups(tables: Batch, layout: Layout, stored: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for name, columns in tables.items():
         table = TABLES[name]
-        group = groups.setdefault(table.group, {"rows": {}, "variables": {}})
+        empty: dict[str, Any] = {"rows": {}, "num_bytes": stored[table.group], "variables": {}}
+        group = groups.setdefault(table.group, empty)
         group["rows"][table.dim] = num_rows(columns, name)
         for label, column in columns.items():
             variable = layout.variable(name, label)

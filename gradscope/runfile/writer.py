@@ -144,11 +144,11 @@ class RunWriter:
         role_accuracy: Mapping[str, float] | None = None,
         role_tokens_mean: Mapping[str, float] | None = None,
     ) -> None:
-        """Logs one evaluation, taken after training step `step`.
+        """Logs one evaluation.
 
         Args:
-            step: Training step; evaluations may repeat a step and come in any order.
-            num_correct: Right answers.
+            step: Training step after which it was taken; they may repeat a step and come in any order.
+            num_correct: Right answers, of `num_total`.
             num_total: Answers.
             dataset: Name of the evaluated problems.
             temperature: Sampling temperature.
@@ -275,8 +275,7 @@ class RunWriter:
     ) -> None:
         self._end(error)
 
-    def _terminate(self) -> None:
-        """Leaves everything on the disk, quickly: the process is about to be killed."""
+    def _terminate(self) -> None:  # quickly: the process is about to be killed
         self._recorder.terminate(max(self._last_step or 0, 0))
         self._lock.release()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,7 +256,9 @@ def test_inspect_tells_state_gaps_and_damage(tmp_path):
     assert summary["provenance"]["config"] == {"x": 1}
     assert summary["slots"]["b/0"] == {"role": "b", "policy": "p"}
     assert summary["groups"]["train"]["rows"] == {"step": 6}
+    assert 0 < summary["groups"]["train"]["num_bytes"] < summary["files"]["run.h5"]
     text = run_inspect(tmp_path)
+    assert re.search(r"  /train: 6 on step, [\d,]+ bytes in the file", text)
     assert "gap: nothing between step 3 and step 10" in text
     assert "    4 bytes from 0: at the end, bytes that are no record" in text
 
