@@ -58,10 +58,9 @@ class Cells:
         places = np.arange(len(self)).reshape(self.num_halves, len(self.slots), self.num_labels)
         return [int(place) for place in places[:, slot].flatten()]
 
-    def membership(self, parts: Sequence[int]) -> Array:
-        """Returns which cells belong to which part, `[C, N]` of 0 and 1, from the part of each slot `[K]`."""
-        part_C = np.tile(np.repeat(np.asarray(parts), self.num_labels), self.num_halves)
-        return (part_C[:, None] == np.arange(max(parts) + 1)).astype(np.float64)
+    def parts(self, part_of_slot: Sequence[int]) -> NDArray[np.int64]:
+        """Returns which part each cell belongs to, `[C]`, from the part of each slot, `[K]`."""
+        return np.tile(np.repeat(np.asarray(part_of_slot), self.num_labels), self.num_halves)
 
     def halved(self) -> Cells:
         """Returns the same cells, each divided by halves."""

@@ -86,6 +86,10 @@ class Ranks(Reduction):
         """Returns how a parameter is cut, whose columns begin at `start`."""
         raise NotImplementedError
 
+    def beside(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the numbers of several tensors that this process accounts for, beside each other."""
+        return torch.cat([self.local(tensor) for tensor in tensors])
+
     def divisor(self, parameter: nn.Parameter) -> float:
         """Returns what the gradients of single processes are divided by when they are added up."""
         return self.cut(parameter, 0).divisor

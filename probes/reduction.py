@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors
 
 T = TypeVar("T")
 
@@ -35,6 +36,11 @@ class Reduction:
             tensor: A parameter, or a tensor of its shape: its gradient or a state of its optimizer.
         """
         return tensor.detach().reshape(-1)
+
+    def beside(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the numbers of several such tensors, beside each other."""
+        flat: torch.Tensor = _flatten_dense_tensors(tensors)
+        return flat.detach()
 
     def local_sums(self, sums_CP: torch.Tensor, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Returns the sums over all processes of the numbers that this one accounts for.

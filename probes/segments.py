@@ -13,7 +13,7 @@ from torch import nn
 
 from gradscope.probes.reduction import Reduction
 
-CPU_NUMBERS, DEVICE_NUMBERS = 1 << 18, 1 << 24
+CPU_NUMBERS, DEVICE_NUMBERS = 1 << 19, 1 << 24
 """Numbers looked at together: few enough for a processor's cache, or enough to keep an accelerator busy."""
 
 
@@ -34,16 +34,19 @@ class Segment:
     skip: int = 0
 
     def gather(
-        self, tensor_of: Callable[[nn.Parameter], torch.Tensor | None], reduction: Reduction
+        self,
+        tensor_of: Callable[[nn.Parameter], torch.Tensor | None],
+        reduction: Reduction,
+        dtype: torch.dtype = torch.float64,
     ) -> torch.Tensor:
-        """Returns tensors shaped like the parameters beside each other, `[n]`, float64; None stands for 0."""
-        parts = []
+        """Returns tensors shaped like the parameters beside each other, `[n]`; None stands for 0."""
+        tensors = []
         for parameter in self.parameters:
             tensor = tensor_of(parameter)
-            parts.append(reduction.local(torch.zeros_like(parameter) if tensor is None else tensor))
-        if len(parts) == 1:
-            return parts[0][self.skip : self.skip + self.stop - self.start].double()
-        return torch.cat(parts).double()
+            tensors.append(torch.zeros_like(parameter) if tensor is None else tensor)
+        if len(tensors) == 1:
+            return reduction.local(tensors[0])[self.skip : self.skip + self.stop - self.start].to(dtype)
+        return reduction.beside(tensors).to(dtype)
 
 
 def segments_of(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class Account:
         self._keep: dict[int, torch.Tensor] = {}
         blocks = sums.local_blocks() if announced else [None] * len(ledger.columns)
         looked = self._reduction.together(lambda: self._open(blocks))
-        self._before = self._add(looked, 5 + 2 * len(sums.cells))
+        self._before = self._add(looked, (len(sums.cells.slots) + 4) ** 2)
         self._factor, self._foreign_square = self._compare(reference_norm, usable=usable)
 
     def settle(self, keep: Sequence[torch.Tensor] = ()) -> Result:
@@ -96,15 +97,13 @@ class Account:
         size = 2 * num_parts + 4
         self._keep = {id(columns): kept for columns, kept in zip(ledger.columns, keep, strict=False)}
         moved = self._reduction.together(lambda: [self._move(stretch) for stretch in self._stretches])
-        after = self._add(moved, size * size + 2)
-        # One copy to the host for each of the two.
-        *squares, drift_square, momentum_square = after.cpu().numpy()
-        *dots, factor, foreign_square = (
-            torch.cat([self._before[3:], torch.stack([self._factor, self._foreign_square])]).cpu().numpy()
-        )
+        after = self._add(moved, size * size)
+        checks = torch.stack([self._factor, self._foreign_square])
+        # One copy to the host.
+        numbers = torch.cat([after, self._before.to(after.device), checks.to(after.device)]).cpu().numpy()
+        products, before = np.reshape(numbers[: size * size], (size, size)), numbers[size * size : -2]
         for stretch in self._stretches:
             ledger.marks |= self._marks(stretch)
-        products = np.reshape(squares, (size, size))
         previous_square, ledger.previous_square = ledger.previous_square, float(products[-2, -2])
         ledger.fade(max((move.retain for move in self._moves.values()), default=1.0))
         mine = slice(num_parts, -2)
@@ -113,20 +112,22 @@ class Account:
             effects=products[:num_parts, mine].copy(),
             change_norm=math.sqrt(products[-2, -2]),
             gap=math.sqrt(products[-1, -1]),
-            factor=float(factor),
-            foreign=math.sqrt(foreign_square),
-            drift=math.sqrt(drift_square / momentum_square) if momentum_square else 0.0,
-            **self._read_dots(np.asarray(dots), previous_square),
+            factor=float(numbers[-2]),
+            foreign=math.sqrt(numbers[-1]),
+            **self._read_before(before, previous_square),
         )
 
-    def _read_dots(self, dots: Array, previous_square: float) -> dict[str, Array]:
-        """Returns the products with earlier changes by name; NaN where the parameters moved otherwise."""
-        change_square, mean_square, *products = dots
-        previous, mean = np.reshape(products, (-1, 2)).T
+    def _read_before(self, numbers: Array, previous_square: float) -> dict[str, Any]:
+        """Returns what was looked at before the step, by the names of `Result`."""
+        num_slots = len(self.sums.cells.slots)
+        products = np.reshape(numbers, (num_slots + 4, -1))
+        change_square, mean_square, drift_square = np.diag(products)[num_slots + 1 :]
+        previous, mean = products[:num_slots, num_slots + 1], products[:num_slots, num_slots + 2]
         unmoved = math.isclose(change_square, previous_square, rel_tol=1e-6)
         return {
             "dot_previous": previous if unmoved else np.full_like(previous, np.nan),
             "dot_mean": mean if mean_square > 0 else np.full_like(mean, np.nan),
+            "drift": math.sqrt(drift_square / mean_square) if mean_square else 0.0,
         }
 
     def _add(self, numbers: Sequence[torch.Tensor], size: int) -> torch.Tensor:
@@ -196,38 +197,39 @@ class Account:
     def _look(self, previous_square: float) -> list[torch.Tensor]:
         """Returns in vectors, to be added up, what is to be known of the gradient before the step.
 
-        |gradient|^2, <gradient, sums>, |sums|^2; |last change|^2, |running mean|^2; products `[C, 2]` of the
-        cells with the two.
+        Products `[K + 4, K + 4]` among the gradients of the slots, the gradient, the last change, the
+        optimizer's running mean, and what that has beyond the parts' momenta.
         """
-        parts = []
+        cells = self.sums.cells
+        num_slots, products = len(cells.slots), []
         for stretch in self._stretches:
-            gradient = self._gather(stretch, lambda p: p.grad)
-            sums, segment = self._sums(stretch), stretch.segment
-            total = sums.sum(0)
-            change = torch.zeros_like(gradient)
+            rows = self._empty(stretch, num_slots + 4)
+            if stretch.sums is None:
+                rows[:num_slots] = 0.0
+            else:
+                by_cell = self._sums(stretch).unflatten(0, (cells.num_halves, num_slots, cells.num_labels))
+                torch.sum(by_cell, (0, 2), out=rows[:num_slots])
+            gradient, change, mean, drift = rows[num_slots:]
+            gradient.copy_(self._gather(stretch, lambda p: p.grad))
+            change.zero_()
             if not math.isnan(previous_square):
-                change = stretch.columns.before[segment.start : segment.stop] - self._gather(
-                    stretch, lambda p: p
-                )
-            earlier = torch.stack([change, self._momentum(stretch) * self._moves[stretch.key].sign])
-            both = torch.stack([gradient, total])
-            parts.append(
-                torch.cat(
-                    [
-                        (both @ both.T).flatten()[[0, 1, 3]],
-                        earlier.square().sum(1),
-                        (sums @ earlier.T).flatten(),
-                    ]
-                )
-            )
-        return parts
+                torch.sub(self._kept(stretch), self._gather(stretch, lambda p: p), out=change)
+            momentum = self._momentum(stretch)
+            torch.mul(momentum, self._moves[stretch.key].sign, out=mean)
+            torch.sub(momentum, self.ledger.momentum(stretch.columns, stretch.segment), out=drift)
+            products.append(_products(rows))
+        return products
 
     def _compare(self, reference_norm: float, *, usable: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the factor by which the gradient was scaled, and the squared relative norm of the rest.
 
         The factor is 0 where something else was done to the gradient than scaling it.
         """
-        gradient_square, product, total_square = self._before[:3]
+        num_slots = len(self.sums.cells.slots)
+        products = self._before.reshape(num_slots + 4, -1)
+        gradient_square = products[num_slots, num_slots]
+        product = products[:num_slots, num_slots].sum()
+        total_square = products[:num_slots, :num_slots].sum()
         factor = torch.where(total_square > 0, product / total_square, 1.0)
         foreign_square = (gradient_square - factor * product).clamp(min=0.0)
         allowed = max(self.sums.eps, CANCELLATION) * factor**2 * total_square.clamp(min=reference_norm**2)
@@ -242,24 +244,32 @@ class Account:
         """Moves the momenta of a stretch.
 
         Returns:
-            In one vector: products among gradients of the parts, contributions, change and gap
-            `[2A + 4, 2A + 4]`; |drift|^2 of the momentum, and |momentum|^2.
+            Products `[2A + 4, 2A + 4]` among gradients of the parts, contributions, change and gap, flat.
         """
-        ledger, move, segment = self.ledger, self._moves[stretch.key], stretch.segment
-        membership = ledger.membership(self.sums, stretch.columns.before.device)
-        gradients = membership @ self._sums(stretch)
-        before = stretch.columns.before[segment.start : segment.stop].double()
-        scale = move.scale(lambda name: self._gather(stretch, self._state(name)))
-        changes, known = ledger.advance(
-            stretch.columns, segment, move, gradients * self._factor.to(gradients.device), before, scale
-        )
+        ledger, move, num_parts = self.ledger, self._moves[stretch.key], self.ledger.num_parts
+        rows = self._empty(stretch, 2 * num_parts + 4)
+        gradients, changes, (applied, gap) = rows[:num_parts], rows[num_parts:-2], rows[-2:]
+        if stretch.sums is None:
+            gradients.zero_()
+        else:
+            ledger.add_parts(self.sums.cells, self._sums(stretch), gradients)
+        factor = self._factor.to(rows.device)
+        ledger.advance(stretch.columns, stretch.segment, move, gradients, factor, changes)
+        changes.mul_(move.scale(lambda name: self._gather(stretch, self._state(name))))
+        if move.decoupled_decay:
+            changes[num_parts].add_(self._kept(stretch), alpha=move.decoupled_decay)
         if id(stretch.columns) in self._keep:
-            self._keep[id(stretch.columns)][:, segment.start : segment.stop] = changes
-        applied = before - self._gather(stretch, lambda p: p)
-        rows = torch.cat([gradients, changes, applied[None], (changes.sum(0) - applied)[None]])
-        momentum = self._momentum(stretch) if move.retain or move.admit else known
-        checks = torch.stack([momentum - known, momentum]).square().sum(1)
-        return torch.cat([(rows @ rows.T).flatten(), checks])
+            self._keep[id(stretch.columns)][:, stretch.segment.start : stretch.segment.stop] = changes
+        torch.sub(self._kept(stretch), self._gather(stretch, lambda p: p), out=applied)
+        torch.sub(changes.sum(0), applied, out=gap)
+        return _products(rows)
+
+    def _empty(self, stretch: Stretch, num_rows: int) -> torch.Tensor:
+        segment = stretch.segment
+        return stretch.columns.before.new_empty(num_rows, segment.stop - segment.start)
+
+    def _kept(self, stretch: Stretch) -> torch.Tensor:
+        return stretch.columns.before[stretch.segment.start : stretch.segment.stop]
 
     def _momentum(self, stretch: Stretch) -> torch.Tensor:
         return self._gather(stretch, self._state(self.rule.momentum))
@@ -269,11 +279,14 @@ class Account:
         return lambda parameter: states.get(parameter, {}).get(name)
 
     def _gather(self, stretch: Stretch, tensor_of: TensorOf) -> torch.Tensor:
-        return stretch.segment.gather(tensor_of, self._reduction)
+        return stretch.segment.gather(tensor_of, self._reduction, stretch.columns.before.dtype)
 
     def _sums(self, stretch: Stretch) -> torch.Tensor:
-        segment = stretch.segment
-        if stretch.sums is None:
-            size = segment.stop - segment.start
-            return stretch.columns.before.new_zeros(len(self.sums.cells), size, dtype=torch.float64)
-        return stretch.sums[:, segment.start : segment.stop].double()
+        assert stretch.sums is not None
+        return stretch.sums[:, stretch.segment.start : stretch.segment.stop]
+
+
+def _products(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the inner products of rows, in double precision, flat."""
+    precise = rows.double()
+    return (precise @ precise.T).flatten()

@@ -22,8 +22,9 @@ from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.attribution.account import Account
 from gradscope.probes.attribution.ledger import Ledger
-from gradscope.probes.attribution.result import Result, by_label
+from gradscope.probes.attribution.result import Result, among_slots, by_label
 from gradscope.probes.attribution.rules import Rule, find_rule
+from gradscope.probes.attribution.saving import load_ledger, save_ledger
 from gradscope.probes.attribution.settings import Attribution
 from gradscope.probes.evidence.applied import Keeper
 from gradscope.probes.evidence.gathering import Gathering
@@ -34,7 +35,7 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Pending:
-    """An update that waits for the optimizer: record, closed sums, and the norm to judge rounding by."""
+    """A record that waits for the optimizer, its closed sums, and the norm to judge rounding by."""
 
     record: UpdateRecord
     sums: SlotAccumulators
@@ -91,14 +92,12 @@ class Attributor:
         if not self._settings.enabled:
             return
         rule = find_rule(optimizer)
-        for update in updates:
-            name = update.record.policy
-            if isinstance(rule, str):
-                self._give_up(name, update.record, rule)
-            else:
-                self._pending[name] = update
-        if not isinstance(rule, str):
-            self._watch(optimizer, rule)
+        if isinstance(rule, str):
+            for update in updates:
+                self._give_up(update.record.policy, update.record, rule)
+            return
+        self._pending |= {update.record.policy: update for update in updates}
+        self._watch(optimizer, rule)
 
     def abandon(self, policy: str) -> None:
         """Gives the update that waits up: its optimizer did not step, or what it left is about to go."""
@@ -113,10 +112,7 @@ class Attributor:
 
     def state(self) -> dict[str, Any]:
         """Returns what a later run needs to go on: tensors, numbers and names only."""
-        return {
-            name: {"parts": self._part_names(name), **ledger.state()}
-            for name, ledger in self._ledgers.items()
-        }
+        return {name: save_ledger(ledger, self._part_names(name)) for name, ledger in self._ledgers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned; policies without one start from what the optimizer then has.
@@ -124,26 +120,13 @@ class Attributor:
         Raises:
             ProbeError: It is of other policies, parts, parameters or shapes.
         """
+        loaded = {}
         for name, content in state.items():
             if name not in self._sums:
-                raise ProbeError(
-                    f"load_state_dict(): unknown policy '{name}'. Allowed: {', '.join(self._sums)}."
-                )
-            parts = self._part_names(name)
-            if list(content["parts"]) != parts:
-                raise ProbeError(
-                    f"load_state_dict(): policy '{name}' has the parts {', '.join(parts)}, the state has "
-                    f"{', '.join(content['parts'])}. Attach with the slots and settings it was saved with."
-                )
-            ledger = self._make_ledger(name)
-            try:
-                ledger.load(content)
-            except (KeyError, RuntimeError) as error:
-                raise ProbeError(
-                    f"load_state_dict(): policy '{name}' does not fit the model ({error}); load the state of "
-                    "the same parameters, saved by as many processes."
-                ) from error
-            self._ledgers[name] = ledger
+                known = ", ".join(self._sums)
+                raise ProbeError(f"load_state_dict(): unknown policy '{name}'. Allowed: {known}.")
+            loaded[name] = load_ledger(self._make_ledger(name), content, self._part_names(name))
+        self._ledgers |= loaded
 
     def restart(self) -> None:
         """Forgets all momenta: those of other parts of the parameters are to be kept from now on."""
@@ -260,11 +243,7 @@ class Attributor:
         record.scalars["update_norm"] = result.change_norm
         record.scalars.setdefault("skipped", 0.0)
         for name, dots in (("dot_previous_update", result.dot_previous), ("dot_ema", result.dot_mean)):
-            record.counts[name] = np.full(len(self._slots), np.nan)
-            by_slot = dots.reshape(cells.num_halves, len(cells.slots), cells.num_labels).sum((0, 2))
-            for slot, value in zip(cells.slots, by_slot, strict=True):
-                if slot in there:
-                    record.counts[name][slot] = value
+            record.counts[name] = among_slots(dots, cells.slots, there, len(self._slots))
         if reason:
             self._give_up(record.policy, record, reason)
             return

@@ -7,9 +7,9 @@ of its covered parameters that this process accounts for, n of them in one segme
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.attribution.rules import Move
 from gradscope.probes.attribution.settings import Attribution
+from gradscope.probes.cells import Cells
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.segments import Segment
 
@@ -81,7 +82,6 @@ class Ledger:
         self.carried_weight = 1.0
         self._part_of_slot = tuple(part_of_slot)
         self._settings = settings
-        self._membership: dict[tuple[torch.device, int], torch.Tensor] = {}
         reduction = sums.reduction
         for block in sums.own_blocks():
             parameters = [sums.policy.covered[name] for name in block.names]
@@ -100,13 +100,14 @@ class Ledger:
             views = list(columns.before.split(columns.sizes))
             torch._foreach_copy_(views, [reduction.local(p) for p in columns.parameters])
 
-    def membership(self, sums: SlotAccumulators, device: torch.device) -> torch.Tensor:
-        """Returns which cell belongs to which part, `[A, C]`, float64."""
-        key = (device, len(sums.cells))
-        if key not in self._membership:
-            membership = sums.cells.membership(self._part_of_slot)
-            self._membership[key] = torch.from_numpy(membership.T.copy()).to(device)
-        return self._membership[key]
+    def add_parts(self, cells: Cells, sums: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the gradients of the parts, `[A, n]`, as sums of those of the cells, `[C, n]`."""
+        out.zero_()
+        part_of_cell = cells.parts(self._part_of_slot).tolist()
+        stop = 0
+        for part, run in groupby(part_of_cell):
+            start, stop = stop, stop + len(list(run))
+            out[part].add_(sums[start] if stop == start + 1 else sums[start:stop].sum(0))
 
     def advance(
         self,
@@ -114,38 +115,46 @@ class Ledger:
         segment: Segment,
         move: Move,
         gradients: torch.Tensor,
-        before: torch.Tensor,
-        scale: torch.Tensor | float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        factor: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         """Moves the momenta of a segment by one step.
 
         Args:
             columns: The buffers of the segment's block.
             segment: Some of its columns.
             move: The optimizer's step.
-            gradients: Gradients of the parts as the optimizer saw them, `[A, n]`.
-            before: Parameters before the step, `[n]`.
-            scale: Factor of the change, or one for each number, `[n]`.
-
-        Returns:
-            The contributions, `[M, n]`, and the momentum that the parts come to, `[n]`.
+            gradients: Gradients of the parts, `[A, n]`.
+            factor: What the optimizer saw them multiplied by.
+            out: Takes what the contributions, `[M, n]`, are but for the scale and decoupled decay.
         """
-        num_parts = self.num_parts
-        entering = gradients.new_zeros(num_parts + 2, gradients.shape[1])
-        torch.mul(gradients, move.sign, out=entering[:num_parts])
-        if move.coupled_decay:
-            torch.mul(before, move.coupled_decay, out=entering[num_parts])
-        changes = entering * move.from_gradient
-        momenta = torch.zeros_like(entering)
+        place, parts = slice(segment.start, segment.stop), out[: self.num_parts]
+        entering = (factor * move.sign).to(out.dtype)
+        out.zero_()
         if move.admit or move.retain:
-            momenta = self._read(columns, segment, like=entering)
-            momenta.mul_(move.retain).add_(entering, alpha=move.admit)
-            self._write(columns, segment, momenta, with_decay=bool(move.coupled_decay))
-            changes.add_(momenta, alpha=move.from_momentum)
-        changes *= scale
-        if move.decoupled_decay:
-            changes[num_parts].add_(before, alpha=move.decoupled_decay)
-        return changes, momenta.sum(0)
+            momenta = self.buffer(columns, "momenta")[:, place]
+            moved = momenta.to(out.dtype).mul_(move.retain).addcmul_(gradients, entering * move.admit)
+            if moved.dtype != momenta.dtype:
+                momenta.copy_(moved)
+            torch.mul(moved, move.from_momentum, out=parts)
+        if move.from_gradient:
+            parts.addcmul_(gradients, entering * move.from_gradient)
+        for row, name in enumerate(EXTRA, self.num_parts):
+            decay = move.coupled_decay if name == "decay" else 0.0
+            if (move.admit or move.retain) and (decay or name in columns.extra):
+                momentum = self.buffer(columns, name)[place]
+                momentum.mul_(move.retain).add_(columns.before[place], alpha=move.admit * decay)
+                out[row].add_(momentum, alpha=move.from_momentum)
+            out[row].add_(columns.before[place], alpha=move.from_gradient * decay)
+
+    def momentum(self, columns: Columns, segment: Segment) -> torch.Tensor:
+        """Returns what the momenta of the parts and extras come to, `[n]`."""
+        place = slice(segment.start, segment.stop)
+        rows = (
+            [] if columns.momenta is None else [columns.momenta[:, place].sum(0, dtype=columns.before.dtype)]
+        )
+        rows += [tensor[place].to(columns.before.dtype) for tensor in columns.extra.values()]
+        return sum(rows[1:], rows[0]) if rows else torch.zeros_like(columns.before[place])
 
     def match(
         self, columns: Columns, segment: Segment, momentum: torch.Tensor, eps: float, *, replaced: bool
@@ -159,9 +168,9 @@ class Ledger:
             eps: Rounding step of what went into the momenta.
             replaced: Whether it is another than the last step left; the parts' then count no more.
         """
-        known = self._read(columns, segment, like=momentum.expand(self.num_parts + 2, -1)).sum(0)
+        rest = momentum - self.momentum(columns, segment)
         tolerance = max(math.sqrt(eps), self.rounding)
-        if bool((momentum - known).norm() <= tolerance * momentum.norm()):
+        if bool(rest.norm() <= tolerance * momentum.norm()):
             return
         if replaced:
             for name, tensor in (("momenta", columns.momenta), *columns.extra.items()):
@@ -172,10 +181,9 @@ class Ledger:
     def set_carried(self, columns: Columns, segment: Segment, momentum: torch.Tensor) -> None:
         """Makes what an optimizer's momentum `[n]` has beyond the parts' the carried momentum."""
         self.carried_weight = 1.0
-        known = self._read(columns, segment, like=momentum.expand(self.num_parts + 2, -1))
-        rest = momentum - known[:-1].sum(0)
+        rest = momentum - self.momentum(columns, segment)
         if "carried" in columns.extra or bool(rest.any()):
-            self._buffer(columns, "carried")[segment.start : segment.stop] = rest
+            self.buffer(columns, "carried")[segment.start : segment.stop] += rest
 
     def fade(self, retain: float) -> None:
         """Notes that momentum was multiplied by `retain`; drops what was carried when nothing is left."""
@@ -193,38 +201,8 @@ class Ledger:
             if tensor is not None
         ]
 
-    def state(self) -> dict[str, Any]:
-        """Returns what is kept: numbers, and tensors by parameter."""
-        parameters = {
-            name: {
-                key: tensor[..., place].clone()
-                for key, tensor in {"before": c.before, "momenta": c.momenta, **c.extra}.items()
-                if tensor is not None
-            }
-            for c in self.columns
-            for name, place in c.slices().items()
-        }
-        return {
-            "previous_square": self.previous_square,
-            "carried_weight": self.carried_weight,
-            "parameters": parameters,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned.
-
-        Raises:
-            KeyError: Something is missing.
-            RuntimeError: A shape differs.
-        """
-        self.previous_square = float(state["previous_square"])
-        self.carried_weight = float(state["carried_weight"])
-        for columns in self.columns:
-            for name, place in columns.slices().items():
-                for key, tensor in state["parameters"][name].items():
-                    self._buffer(columns, key)[..., place] = tensor.to(columns.before.device)
-
-    def _buffer(self, columns: Columns, key: str) -> torch.Tensor:
+    def buffer(self, columns: Columns, key: str) -> torch.Tensor:
+        """Returns a buffer of a block, made when it is first needed: before, momenta, decay, carried."""
         if key == "before":
             return columns.before
         if key == "momenta":
@@ -238,22 +216,3 @@ class Ledger:
     def _new(self, columns: Columns, *rows: int) -> torch.Tensor:
         dtype = torch.bfloat16 if self._settings.precision == "bfloat16" else columns.before.dtype
         return columns.before.new_zeros(*rows, len(columns.before), dtype=dtype)
-
-    def _read(self, columns: Columns, segment: Segment, *, like: torch.Tensor) -> torch.Tensor:
-        place = slice(segment.start, segment.stop)
-        result = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        if columns.momenta is not None:
-            result[: self.num_parts] = columns.momenta[:, place]
-        for row, name in enumerate(EXTRA, self.num_parts):
-            if name in columns.extra:
-                result[row] = columns.extra[name][place]
-        return result
-
-    def _write(self, columns: Columns, segment: Segment, momenta: torch.Tensor, *, with_decay: bool) -> None:
-        place = slice(segment.start, segment.stop)
-        self._buffer(columns, "momenta")[:, place] = momenta[: self.num_parts]
-        if with_decay:
-            self._buffer(columns, "decay")
-        for row, name in enumerate(EXTRA, self.num_parts):
-            if name in columns.extra:
-                columns.extra[name][place] = momenta[row]

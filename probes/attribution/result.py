@@ -1,6 +1,6 @@
 """What one step of an optimizer came to for one policy, and how that is laid out by role or slot.
 
-Legend: C cells, A parts of the policy, M = A + 2 contributors, L labels (all roles, or all slots).
+Legend: K slots, A parts of the policy, M = A + 2 contributors, L labels (all roles, or all slots).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Result:
         gap: Norm of (sum of the contributions - applied change).
         factor: The factor by which the gradient had been scaled since `step`.
         foreign: Relative norm of what else had been done to it.
-        drift: Relative norm of what the optimizer's momentum has beyond the parts'.
-        dot_previous: Products of the cells' gradients with the change before this one, `[C]`; NaN where it is
+        drift: Relative norm of what the optimizer's momentum had beyond the parts' before the step.
+        dot_previous: Products of the slots' gradients with the change before this one, `[K]`; NaN where it is
             not known.
-        dot_mean: Products with the optimizer's running mean of gradients before the step, `[C]`; NaN where it
+        dot_mean: Products with the optimizer's running mean of gradients before the step, `[K]`; NaN where it
             has none.
     """
 
@@ -74,3 +74,12 @@ def by_label(
     rows = sorted(present)
     effect[np.ix_(rows, known)] = effects[np.ix_(rows, known)]
     return update_gram, effect
+
+
+def among_slots(values: Array, slots: Sequence[int], present: set[int], num_slots: int) -> Array:
+    """Returns values of a policy's slots, `[K]`, among all slots; NaN for those without rows."""
+    result = np.full(num_slots, np.nan)
+    for slot, value in zip(slots, values, strict=True):
+        if slot in present:
+            result[slot] = value
+    return result
