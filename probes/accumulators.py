@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from gradscope.probes.cells import Cells
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.scaling import Scales
 from gradscope.probes.segments import Segment, segments_of
+from gradscope.probes.spans import Span, span_of
+from gradscope.probes.summary import Summary
 from gradscope.probes.targets import Policy
 
 
@@ -29,73 +29,6 @@ class Block:
 
     sums: torch.Tensor
     names: tuple[str, ...]
-
-
-class Span(NamedTuple):
-    """The sums of one layer's parameters; a named tuple, since one is looked at for each layer and pass.
-
-    Attributes:
-        parts: Those of each parameter, `[C, *shape]`.
-        whole: All of them beside each other, `[C, n]`; None where they do not lie side by side.
-    """
-
-    parts: tuple[torch.Tensor, ...]
-    whole: torch.Tensor | None
-
-
-def _span(parts: Sequence[torch.Tensor]) -> Span:
-    first, start = parts[0], parts[0].storage_offset()
-    stop = start
-    for part in parts:
-        if (
-            part.storage_offset() != stop
-            or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        ):
-            return Span(tuple(parts), None)
-        stop += part[0].numel()
-    return Span(tuple(parts), first.as_strided((len(first), stop - start), (first.stride(0), 1), start))
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What an update comes to, over all processes.
-
-    Attributes:
-        cells: What the axes of `cell_gram` stand for.
-        cell_gram: Inner products of the cells' gradients, `[C, C]`, float64.
-        grad_norm: Norm of what autograd left in `.grad`, over all trainable parameters of the policy.
-        covered_norm: The same over covered parameters.
-        gap: Norm of (sum of the cells' gradients - what autograd left), over covered parameters.
-    """
-
-    cells: Cells
-    cell_gram: NDArray[np.float64]
-    grad_norm: float
-    covered_norm: float
-    gap: float
-
-    @property
-    def gram(self) -> NDArray[np.float64]:
-        """Inner products of the slot gradients, `[K, K]`."""
-        return self.cells.gram(self.cell_gram)
-
-    @property
-    def residual(self) -> float:
-        """`gap` relative to `covered_norm`; NaN where that is not finite, 0 where both are 0."""
-        if not math.isfinite(self.covered_norm):
-            return math.nan
-        if self.covered_norm == 0:
-            return 0.0 if self.gap == 0 else math.inf
-        return self.gap / self.covered_norm
-
-    @property
-    def finite_norm(self) -> float:
-        """The larger of `covered_norm` and the root of the summed squares of the cells; 0 where not finite.
-
-        Cells may cancel in the sum, so that rounding is measured against what was added up.
-        """
-        norm = max(self.covered_norm, math.sqrt(max(float(np.trace(self.cell_gram)), 0.0)))
-        return norm if math.isfinite(norm) else 0.0
 
 
 class SlotAccumulators:
@@ -169,7 +102,7 @@ class SlotAccumulators:
         fresh = self.seen.isdisjoint(key)
         self.seen.update(key)
         if key not in self._spans:
-            self._spans[key] = _span([self._stacked[place] for place in key])
+            self._spans[key] = span_of([self._stacked[place] for place in key])
         return self._spans[key], fresh
 
     def halve(self) -> None:

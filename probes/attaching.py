@@ -31,8 +31,8 @@ def attach(
     """Returns a scope that measures each slot's gradient in the model's own backward passes.
 
     Call it once, after adapters are added and before `torch.compile` or a data-parallel wrapper. Weights,
-    gradients and random numbers of the training stay bitwise what they are without it; in mode `fused` weights
-    and gradients stay so within rounding.
+    gradients and random numbers of the training stay bitwise what they are without it; in mode `fused`
+    weights and gradients stay so within rounding.
 
     Args:
         model: The model that the loop trains: any module; with PEFT adapters each adapter is a policy.
@@ -78,6 +78,7 @@ def _warn_of_gaps(layout: Layout) -> None:
         first = layout.hooked[0]
         warnings.warn(
             f"{len(layout.hooked)} trainable parameters are covered only in updates whose micro-batches hold "
-            f"one slot each, for instance '{first.name}': {first.reason}. record.coverage names those left out.",
+            f"one slot each, for instance '{first.name}': {first.reason}. record.coverage names those left "
+            "out.",
             stacklevel=3,
         )

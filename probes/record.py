@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from gradscope.errors import ProbeError
-from gradscope.probes.accumulators import SlotAccumulators, Summary
+from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.agreement import Agreed
 from gradscope.probes.cells import Cells
 from gradscope.probes.counts import slot_counts
 from gradscope.probes.rows import RowBatch
+from gradscope.probes.summary import Summary
 from gradscope.probes.targets import Policy
 from gradscope.runfile.update import UpdateRecord
 

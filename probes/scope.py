@@ -208,15 +208,9 @@ class Scope:
         """
         self._require_attached("slot_gradients")
         if slot not in self._index:
-            raise ProbeError(
-                f"slot_gradients(): unknown slot '{slot}'.{nearest(slot, self.slots)} "
-                f"Allowed: {', '.join(self.slots)}."
-            )
-        if self._collector.failure is not None:
-            raise ProbeError(self._collector.failure)
-        index = self._index[slot]
-        policy = next(p for p in self._layout.policies.values() if index in p.slots)
-        return self._collector.sums[policy.name].gradients(policy.slots.index(index))
+            known = f"{nearest(slot, self.slots)} Allowed: {', '.join(self.slots)}."
+            raise ProbeError(f"slot_gradients(): unknown slot '{slot}'.{known}")
+        return self._updates.gradients(self._index[slot])
 
     def verify(
         self,
@@ -255,14 +249,10 @@ class Scope:
         truth = read_rows(slot_of_each_row, self._index, problems=None, row_ids=None, numbers={})
         if slot is not None and slot not in self._index:
             raise ProbeError(f"verify(): slot '{slot}' has no rows among those given.")
+        chosen, processes = None if slot is None else self._index[slot], self._updates.find_processes
         with untouched(self.model), self._updates.aside():
             return compare_with_masked_loss(
-                self.model,
-                loss_of_rows,
-                truth,
-                None if slot is None else self._index[slot],
-                self._collector,
-                self._updates.find_processes,
+                self.model, loss_of_rows, truth, chosen, self._collector, processes
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,10 +262,7 @@ class Scope:
         It holds tensors, numbers and names only, as `torch.load` takes them with `weights_only=True`.
         """
         self._require_attached("state_dict")
-        reduction = self._updates.find_processes()
-        place = {"rank": reduction.rank, "processes": reduction.size}
-        kept = {"attribution": self._updates.attributor.state(), "evidence": self._updates.gathering.state()}
-        return kept | place
+        return self._updates.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`; without one an optimizer's momentum counts as carried from before.
@@ -284,16 +271,7 @@ class Scope:
             ProbeError: It is of other slots, roles, settings or parameters, or of another process.
         """
         self._require_attached("load_state_dict")
-        reduction = self._updates.find_processes()
-        saved = (state.get("rank", 0), state.get("processes", 1))
-        if saved != (reduction.rank, reduction.size):
-            raise ProbeError(
-                f"load_state_dict(): the state is of rank {saved[0]} of {saved[1]} processes, this is rank "
-                f"{reduction.rank} of {reduction.size}. Load each rank's own, into a scope on the model that "
-                "is wrapped or sharded already; or none, and momentum counts as carried."
-            )
-        self._updates.attributor.load(state.get("attribution", {}))
-        self._updates.gathering.load(state.get("evidence", {}))
+        self._updates.load(state)
 
     def detach(self) -> None:
         """Removes every hook and frees the sums; the model is as before `attach`. Safe to call twice."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.agreement import Agreed, Standing, agree, standing_of
 from gradscope.probes.attribution.attributor import Attributor, Pending
@@ -176,6 +178,17 @@ class Updates:
                 )
         return dict.fromkeys(agreed) | {one.record.policy: one.record for one in updates}
 
+    def gradients(self, slot: int) -> dict[str, torch.Tensor]:
+        """Returns copies of a slot's gradients so far, by parameter name.
+
+        Raises:
+            ProbeError: The measurement failed.
+        """
+        if self.collector.failure is not None:
+            raise ProbeError(self.collector.failure)
+        sums = self.collector.sums[self._policy_of_slot[slot]]
+        return sums.gradients(sums.policy.slots.index(slot))
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Puts the sums and rows of the updates in progress aside for the duration of a block."""
@@ -191,6 +204,29 @@ class Updates:
         finally:
             collector.sums, collector.failure, collector.row_meter, collector.suspicions = kept
             self._waiting, self._halves = waiting, halves
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a later run needs to go on, of this process."""
+        reduction = self.find_processes()
+        place = {"rank": reduction.rank, "processes": reduction.size}
+        return {"attribution": self.attributor.state(), "evidence": self.gathering.state(), **place}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned.
+
+        Raises:
+            ProbeError: It is of another process, or of something else than is measured here.
+        """
+        reduction = self.find_processes()
+        saved = (state.get("rank", 0), state.get("processes", 1))
+        if saved != (reduction.rank, reduction.size):
+            raise ProbeError(
+                f"load_state_dict(): the state is of rank {saved[0]} of {saved[1]} processes, this is rank "
+                f"{reduction.rank} of {reduction.size}. Load each rank's own, into a scope on the model that "
+                "is wrapped or sharded already; or none, and momentum counts as carried."
+            )
+        self.attributor.load(state.get("attribution", {}))
+        self.gathering.load(state.get("evidence", {}))
 
     def clear(self) -> None:
         """Frees the sums, and lets the optimizers go."""

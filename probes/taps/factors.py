@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gradscope.probes.accumulators import SlotAccumulators, Span
+from gradscope.probes.accumulators import SlotAccumulators
+from gradscope.probes.spans import Span
 from gradscope.probes.taps.blocks import BLOCK_NUMBERS, GPU_BLOCK_NUMBERS, Cut
 
 TENSOR_CORE_TYPES = (torch.bfloat16, torch.float16)
