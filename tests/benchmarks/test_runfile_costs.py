@@ -345,7 +345,7 @@ def test_beside_other_tools(name, tmp_path, capsys):
     say(
         capsys,
         f"{name:<12} append {np.median(milliseconds):6.2f} ms CPU (median; mean of all processes "
-        f"{1e3 * more / (0.9 * num):5.2f}), {size:5.0f} MB and {seconds:>5} s to read 10,000 steps (from {num})",
+        f"{1e3 * more / (0.9 * num):5.2f}), {size:5.0f} MB, {seconds:>5} s to read 10,000 steps (from {num})",
     )
 
 

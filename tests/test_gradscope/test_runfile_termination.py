@@ -101,11 +101,17 @@ durable.append = append
     assert open_run(tmp_path)["events"]["kind"].values.tolist() == ["terminated"]
 
 
+CLOSING = """
+import signal, sys
+from gradscope.runfile import RunWriter
+one = RunWriter(sys.argv[1] + "/one", slots={"a/0": "a"}, policies={"a": "p"})
+other = RunWriter(sys.argv[1] + "/other", slots={"a/0": "a"}, policies={"a": "p"})
+one.close()
+assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+other.close()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+
+
 def test_closing_gives_the_signal_back(tmp_path):
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    one = RunWriter(tmp_path / "one", slots={"a/0": "a"}, policies={"a": "p"})
-    other = RunWriter(tmp_path / "other", slots={"a/0": "a"}, policies={"a": "p"})
-    one.close()
-    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    other.close()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    subprocess.run([sys.executable, "-c", CLOSING, str(tmp_path)], check=True, timeout=120)
