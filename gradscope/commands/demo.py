@@ -14,7 +14,9 @@ WIDTH = 100
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the two run directories.")] = Path("runs"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the two run directories.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """Train Voting under a shared and an isolated policy on a CPU, diagnose both runs, compare them."""
     from gradscope.diagnosis import diagnose

@@ -10,7 +10,7 @@ import typer
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="A run directory or run.h5.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory or run.h5.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: Annotated[
         str | None,

@@ -9,12 +9,14 @@ import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run directory or run.h5.")],
-    to: Annotated[str, typer.Option("--to", help="csv, parquet, tensorboard, wandb or trackio.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory or run.h5.")],
+    to: Annotated[str, typer.Option("--to", help="Which tool; see 'gradscope list exporters'.")],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File (csv, parquet) or folder (tensorboard).")
+        Path | None, typer.Option("-o", "--out", help="File or folder, for tools that read one.")
     ] = None,
-    project: Annotated[str, typer.Option("--project", help="Project at W&B or trackio.")] = "gradscope",
+    project: Annotated[
+        str, typer.Option("--project", help="Project, for trackers that have them.")
+    ] = "gradscope",
     name: Annotated[
         str | None, typer.Option("--name", help="What the run is called there; by default as its directory.")
     ] = None,

@@ -10,7 +10,8 @@ import typer
 
 def figures(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run directories or run files; seeds of a cell are bands.")
+        list[Path],
+        typer.Argument(metavar="RUN", help="Run directories or run files; seeds of a cell are bands."),
     ],
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for the figures; those there are replaced.")

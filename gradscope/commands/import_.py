@@ -12,7 +12,7 @@ def import_(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="File, folder or wandb:ENTITY/PROJECT/RUN_ID; several are the parts of one run, in order.",
         ),
     ],
@@ -33,8 +33,12 @@ def import_(
         ),
     ] = None,
     num_total: Annotated[
-        int | None,
-        typer.Option("--num-total", help="Problems of each evaluation, where only accuracy is logged."),
+        list[str] | None,
+        typer.Option(
+            "--num-total",
+            metavar="[DATASET=]N",
+            help="Problems of each evaluation, where only accuracy is logged; by data set if several.",
+        ),
     ] = None,
     step: Annotated[str | None, typer.Option("--step", help="Key or column that holds the step.")] = None,
     where: Annotated[
@@ -44,6 +48,7 @@ def import_(
 ) -> None:
     """Make a run file of the log of another tool, and say what that log cannot answer."""
     from gradscope.importers.importing import Imported, import_run
+    from gradscope.importers.wording import listed, plain
 
     made: Imported = import_run(
         sources,
@@ -52,23 +57,23 @@ def import_(
         dialect=dialect,
         mapping=mapping,
         role_pattern=role_pattern,
-        num_total=num_total,
+        num_total=_totals(num_total or []),
         step=step,
         where=_pairs(where or []),
     )
     typer.echo(
         f"{made.path}: {made.num_steps} steps and {made.num_evaluations} evaluations of "
-        f"{', '.join(made.roles)} (format {made.format}, dialect {made.dialect})"
+        f"{listed(made.roles, most=20)} (format {made.format}, dialect {made.dialect})"
     )
     if made.unknown:
-        shown = ", ".join(made.unknown[:5]) + (", ..." if len(made.unknown) > 5 else "")
         typer.echo(
-            f"  kept under /user: {len(made.unknown)} key(s) that the run file has no place for ({shown})"
+            f"  kept under /user: {len(made.unknown)} key(s) that the run file has no place for "
+            f"({listed(made.unknown, most=5)})"
         )
     for note in made.notes:
-        typer.echo(f"  note: {note}")
+        typer.echo(f"  note: {plain(note)}")
     for limit in made.limits:
-        typer.echo(f"  cannot be answered: {limit}.")
+        typer.echo(f"  cannot be answered: {plain(limit)}.")
     typer.echo(f"Next: gradscope diagnose {made.path}")
 
 
@@ -79,3 +84,16 @@ def _pairs(texts: list[str]) -> dict[str, str]:
         if "=" not in text:
             raise ConfigError(f"--where {text}: expected KEY=VALUE, such as run_name=first.")
     return {key: value for key, _, value in (text.partition("=") for text in texts)}
+
+
+def _totals(texts: list[str]) -> int | dict[str, int] | None:
+    """Returns one number for all data sets, or data set to number."""
+    from gradscope.errors import ConfigError
+
+    found: dict[str, int] = {}
+    for text in texts:
+        dataset, _, number = text.rpartition("=")
+        if not number.strip().lstrip("-").isdecimal() or (len(texts) > 1 and not dataset):
+            raise ConfigError(f"--num-total {text}: expected a whole number, or DATASET=N for each data set.")
+        found[dataset] = int(number)
+    return found.get("", found) if found else None

@@ -11,7 +11,7 @@ import typer
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="Run directory or run.h5.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory or run.h5.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what RUN holds: groups, steps, gaps, segments, events, sizes, journals, provenance, damage."""

@@ -22,7 +22,7 @@ REGISTRIES = {
 
 
 def list_(
-    kind: Annotated[str, typer.Argument(help=", ".join(["presets", *REGISTRIES]) + ".")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(["presets", *REGISTRIES]) + ".")],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, name to description.")
     ] = False,

@@ -9,7 +9,7 @@ import typer
 
 
 def migrate(
-    run: Annotated[Path, typer.Argument(help="Run directory or run.h5.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory or run.h5.")],
 ) -> None:
     """Bring RUN to the schema version that this gradscope writes; its old file stays beside it."""
     from gradscope.runfile.migrations import migrate as bring

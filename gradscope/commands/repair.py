@@ -11,9 +11,7 @@ import typer
 
 
 def repair(
-    file: Annotated[
-        Path, typer.Argument(help="Run directory, run file or any HDF5 file.", show_default=False)
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run directory, run file or any HDF5 file.")],
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="The new file; by default NAME.repaired.h5 beside it.")
     ] = None,

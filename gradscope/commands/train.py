@@ -20,10 +20,10 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.steps=100.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, such as train.steps=100.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run directory; by default a new one under runs/.")
+        Path | None, typer.Option("-o", "--out", help="Run directory; by default a new one under runs/.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint of the run in --out.")

@@ -9,7 +9,9 @@ import typer
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory or run.h5, also one that is copied here.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run directory or run.h5, also one that is copied here.")
+    ],
     interval: Annotated[
         float, typer.Option("--interval", min=0.1, help="Seconds between looks at the files.")
     ] = 2.0,
