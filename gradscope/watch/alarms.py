@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import xarray as xr
 
 from gradscope import derive
-from gradscope.detectors.finding import Skipped
-from gradscope.detectors.series import PolicySeries, policy_series
+from gradscope.detectors.series import PolicySeries
 from gradscope.warner import Warner
 
 SHOWN = 4
@@ -48,21 +47,24 @@ class Group:
     coherence: np.ndarray
 
 
-def groups(run: xr.DataTree) -> list[Group]:
-    """Returns what can be watched in a run; nothing where it holds no products of gradients."""
-    try:
-        every = policy_series(run)
-    except Skipped:
-        return []
+def groups(every: Sequence[PolicySeries]) -> list[Group]:
+    """Returns what can be watched in the gradients of a run's policies."""
     found = []
     for series in every:
         roles = series.role_names()
         for role in roles:
             if len(series.slots_of(role)) > 1:
-                found.append(_group(f"copies of {role}", series, series.slot_gram(role)))
+                subject = f"copies of {role_on(series, role, every)}"
+                found.append(_group(subject, series, series.slot_gram(role)))
         if len(roles) > 1:
             found.append(_group(f"roles on {series.policy}", series, series.role_gram()))
     return found
+
+
+def role_on(series: PolicySeries, role: str, every: Sequence[PolicySeries]) -> str:
+    """Returns what to call a role of one policy: with the policy where the role trains several."""
+    several = sum(role in other.roles for other in every) > 1
+    return f"{role} on {series.policy}" if several else role
 
 
 def _group(subject: str, series: PolicySeries, gram: np.ndarray) -> Group:

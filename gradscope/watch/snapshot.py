@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from gradscope import derive
 from gradscope.derive import wilson_interval
 from gradscope.detectors.finding import Skipped
-from gradscope.detectors.series import policy_series, table
+from gradscope.detectors.series import PolicySeries, policy_series, table
 from gradscope.schema import DAMAGE
 from gradscope.stats.evaluations import evaluation_series
-from gradscope.watch.alarms import Alarm, Alarms, groups
+from gradscope.watch.alarms import Alarm, Alarms, groups, role_on
 
 Array = NDArray[np.float64]
 
@@ -60,7 +60,7 @@ class Snapshot:
         accuracies: One each setting.
         norms: Role (and policy, where a role trains several) to its gradient's norm by step, `[T]`.
         shares: Policy to its roles' energy shares, pooled over the last 20 steps.
-        coherences: Whose gradients to kappa by step, `[T]`.
+        coherences: Whose gradients (with the policy, as above) to kappa by step, `[T]`.
         alarms: What the warner says.
         events: Step, kind and message of the last ones worth mention.
         damage: What cannot be read; empty where all can.
@@ -85,9 +85,10 @@ def take(run: xr.DataTree, alarms: Alarms) -> Snapshot:
     train = table(run, "train")
     steps = train["step"].values if "step" in train.coords else np.array([])
     segment = int(train["segment"].values[-1]) if "segment" in train and steps.size else 0
-    watched = groups(run)
+    every = _policies(run)
+    watched = groups(every)
     finished = run.attrs.get("finished_at")
-    norms, shares = _gradients(run)
+    norms, shares = _gradients(every)
     return Snapshot(
         name=str(run.name or run.attrs.get("run_id", "run")),
         step=int(steps[-1]) if steps.size else None,
@@ -108,20 +109,23 @@ def _series(dataset: xr.Dataset, name: str) -> Array:
     return dataset[name].values.astype(np.float64) if name in dataset else np.array([])
 
 
-def _gradients(run: xr.DataTree) -> tuple[dict[str, Array], dict[str, dict[str, float]]]:
-    """Returns norms by role and shares by policy; nothing where the run holds no products."""
+def _policies(run: xr.DataTree) -> list[PolicySeries]:
+    """Returns the gradients of every policy; nothing where the run holds no products."""
     try:
-        every = policy_series(run)
+        return policy_series(run)
     except Skipped:
-        return {}, {}
-    trained = [role for series in every for role in series.role_names()]
+        return []
+
+
+def _gradients(every: Sequence[PolicySeries]) -> tuple[dict[str, Array], dict[str, dict[str, float]]]:
+    """Returns norms by role and shares by policy."""
     norms: dict[str, Array] = {}
     shares: dict[str, dict[str, float]] = {}
     for series in every:
         gram = series.role_gram()
         roles = series.role_names()
         for role, own in zip(roles, derive.norms(gram).T, strict=True):
-            norms[role if trained.count(role) == 1 else f"{role} on {series.policy}"] = own
+            norms[role_on(series, role, every)] = own
         if len(roles) > 1:
             pooled = derive.diagonal_share(derive.pooled(gram[-RECENT:]))
             shares[series.policy] = dict(zip(roles, pooled.tolist(), strict=True))

@@ -6,6 +6,7 @@ from rich.console import Console
 
 import gradscope
 from gradscope import cli, derive, synthetic
+from gradscope.detectors.series import policy_series
 from gradscope.runfile import RunWriter, UpdateRecord
 from gradscope.warner import replay
 from gradscope.watch.alarms import Alarm, Alarms, Group, groups
@@ -143,10 +144,30 @@ def test_alarms_are_those_of_the_warner_and_begin_anew_after_a_resume(tmp_path):
 def test_groups_are_copies_and_the_roles_of_shared_policies(tmp_path):
     synthetic.write_run(tmp_path / "run", "healthy", seed=0, num_steps=12, num_evaluations=9)
     run = gradscope.open_run(tmp_path / "run")
-    found = {group.subject: group for group in groups(run)}
+    found = {group.subject: group for group in groups(policy_series(run))}
     assert set(found) == {"copies of generator", "roles on shared"}
     measured = derive.copy_measures(run, "shared", "generator")["coherence"].values
     np.testing.assert_allclose(found["copies of generator"].coherence, measured)
+
+
+def test_copies_of_one_role_on_two_policies_are_two_groups(tmp_path):
+    slots = {f"solver/{number}": "solver" for number in range(4)}
+    policies = dict(zip(slots, ("a", "a", "b", "b"), strict=True))
+    kappas = {"a": 0.5, "b": -0.5}
+    with RunWriter(tmp_path / "run", slots=slots, policies=policies) as writer:
+        records = [
+            UpdateRecord(
+                policy,
+                tuple(slot for slot, own in policies.items() if own == policy),
+                np.array([[1.0, kappa], [kappa, 1.0]]),
+            )
+            for policy, kappa in kappas.items()
+        ]
+        writer.append(1, records)
+    snapshot = look(tmp_path / "run", Alarms())
+    expected = {f"copies of solver on {policy}": [kappa] for policy, kappa in kappas.items()}
+    assert {subject: list(kappa) for subject, kappa in snapshot.coherences.items()} == expected
+    assert list(snapshot.norms) == ["solver on a", "solver on b"]
 
 
 def call(capsys, *arguments):
