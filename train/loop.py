@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
 from gradscope.errors import RunFileError
@@ -24,6 +22,7 @@ from gradscope.train.record import EpisodeRecorder, name_rows
 from gradscope.train.report import RunResult, StepReport
 from gradscope.train.resume import Before, load_last_whole, put_aside, read_before
 from gradscope.train.session import Session, StepResult
+from gradscope.train.threads import cpu_threads
 from gradscope.train.tracking.mirrors import Mirrors, check_installed
 
 
@@ -298,15 +297,3 @@ class _Run:
             num_tokens,
             checkpoint,
         )
-
-
-@contextmanager
-def cpu_threads(num: int) -> Iterator[None]:
-    """Uses that many CPU threads inside the block; 0 leaves torch's choice."""
-    before = torch.get_num_threads()
-    if num:
-        torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -13,9 +13,9 @@ import gradscope
 from gradscope.errors import ConfigError
 from gradscope.train import run
 from gradscope.train.checkpoint import checkpoint_steps, find_checkpoint
-from gradscope.train.loop import cpu_threads
 from gradscope.train.probing import Probe
 from gradscope.train.session import Session
+from gradscope.train.threads import cpu_threads
 
 CELLS = [
     "single-shared-stack_code",
