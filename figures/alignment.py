@@ -115,10 +115,11 @@ def _heat_map(axes: Axes, mean: xr.DataArray, *, named: bool) -> AxesImage:
     )
     for (row, column), value in np.ndenumerate(mean.values):
         if np.isfinite(value):
-            axes.text(
+            number = axes.text(
                 column, row, _number(value), ha="center", va="center", fontsize=7,
                 color="white" if abs(value) >= DARK else "black",
             )  # fmt: skip
+            number.set_in_layout(False)  # it lies within its panel, and there are many
     names = [str(name) for name in mean["slot"].values]
     axes.set_xticks(range(len(names)), names, rotation=90)
     axes.set_yticks(range(len(names)), names if named else [])

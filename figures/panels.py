@@ -24,7 +24,9 @@ CHARACTERS_PER_INCH = 17
 """Of the legend's text, at its size."""
 KEY_CHARACTERS = 7
 """Room that an entry's line and gaps take."""
-MOST_DRAWINGS = 10
+MOST_LAYOUTS = 10
+SETTLED, STRIP_TOLERANCE = 1e-5, 1e-3
+"""Fractions of the figure by which panels may still move: of a pixel, and of the rounding of heights."""
 TITLE_CHARACTERS_PER_INCH = 13
 LOG_MARGIN = 1.3
 STRIP = 0.15
@@ -105,23 +107,25 @@ def step_axis(axes: Axes, *, label: bool) -> None:
 def settle_layout(figure: Figure, *, fixed_aspect: bool = False) -> None:
     """Places the panels for good; those of fixed aspect without the gaps that their aspect leaves.
 
-    A layout moves a little at every drawing until it has settled; a figure must not depend on how often it
-    was drawn before.
+    A layout moves a little every time it is made until it has settled; a figure must not depend on how often
+    it was drawn before.
     """
     if fixed_aspect:
         figure.set_layout_engine("compressed")
-        _draw_until_settled(figure)
+        _lay_out_until_settled(figure, STRIP_TOLERANCE)
         _remove_strips(figure)
-    _draw_until_settled(figure)
+    _lay_out_until_settled(figure, SETTLED)
     figure.set_layout_engine("none")
 
 
-def _draw_until_settled(figure: Figure) -> None:
+def _lay_out_until_settled(figure: Figure, tolerance: float) -> None:
+    engine = figure.get_layout_engine()
+    assert engine is not None
     before = None
-    for _ in range(MOST_DRAWINGS):
-        figure.draw_without_rendering()
+    for _ in range(MOST_LAYOUTS):
+        engine.execute(figure)  # without the drawing that usually goes with it
         after = [axes.get_position().bounds for axes in figure.axes]
-        if before is not None and np.allclose(before, after, rtol=0, atol=1e-6):
+        if before is not None and np.allclose(before, after, rtol=0, atol=tolerance):
             break
         before = after
 
