@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from gradscope.probes.taps.capture import Collector, place_tap
+from gradscope.probes.taps.copying import guard_copies
 from gradscope.probes.taps.fusing import fuse
 from gradscope.probes.taps.lora_tap import pair_matrices, tap_pair
 from gradscope.probes.taps.mixing import watch_mixing
@@ -39,4 +40,5 @@ def place(model: nn.Module, layout: Layout, collector: Collector) -> list[Handle
         elif id(module) not in fusion.untapped:
             handles.append(PLACERS[target.claim.kind](target, collector))
     handles += place_hooks(model, layout.hooked, collector, strict=layout.mode == "pure")
-    return [*handles, *watch_mixing(model, collector)]
+    handles += watch_mixing(model, collector)
+    return [*handles, *guard_copies(model)]
