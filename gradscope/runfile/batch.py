@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -21,23 +23,49 @@ Columns = dict[str, Column]
 Batch = dict[str, Columns]
 
 _LENGTH = struct.Struct("<I")
+_HOLE = "\0"
+"""Stands for texts; no name holds it."""
 
 
 def encode(batch: Batch, layout: Layout) -> bytes:
     """Returns a batch as a JSON description followed by the arrays' bytes, little endian."""
-    description: dict[str, Any] = {}
+    texts: list[str] = []
     parts: list[bytes] = []
+    kinds: list[Any] = []
     for table, columns in batch.items():
-        entries: list[list[Any]] = []
+        kinds.append((table, len(columns)))
         for name, column in columns.items():
-            if column.dtype == object:
-                entries.append([name, "str", column.tolist()])
+            dtype = column.dtype
+            if dtype.kind == "O":
+                kinds.append((name, None, None))
+                texts.append(json.dumps(column.tolist()))
             else:
-                entries.append([name, column.dtype.str[1:], column.shape])
+                kinds.append((name, dtype, column.shape))
                 parts.append(column.tobytes())
-        description[table] = entries
-    head = json.dumps({"layout": layout.identity, "tables": description}).encode()
+    first, *others = _description_around_texts(layout.identity, tuple(kinds))
+    head = "".join([first, *chain.from_iterable(zip(texts, others, strict=True))]).encode()
     return b"".join([_LENGTH.pack(len(head)), head, *parts])
+
+
+@lru_cache(256)
+def _description_around_texts(identity: int, kinds: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the JSON description of a batch, cut where the texts of its columns belong.
+
+    Steps of a run have the same columns again and again, so it is seldom made.
+
+    Args:
+        identity: Of the layout.
+        kinds: Table and number of its columns, and behind each table name, type and shape of these columns;
+            type None for texts.
+    """
+    description: dict[str, Any] = {}
+    columns = iter(kinds)
+    for table, num in columns:
+        description[table] = [
+            [name, "str", _HOLE] if dtype is None else [name, dtype.str[1:], shape]
+            for name, dtype, shape in islice(columns, num)
+        ]
+    return tuple(json.dumps({"layout": identity, "tables": description}).split(json.dumps(_HOLE)))
 
 
 def layout_identity(payload: bytes) -> int:

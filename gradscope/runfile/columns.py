@@ -24,6 +24,7 @@ Notice = Callable[[str, str], None]
 _WIDE = ("i8", "i4", "f8", "f4")
 _SMALL = 2**24
 """Whole numbers below are held exactly by each of these types."""
+_PLAIN = frozenset({float, np.float64})
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def columns_of(table: str, rows: Sequence[Row], layout: Layout, notice: Notice) 
     for name in dict.fromkeys(name for row in rows for name in row):
         variable = layout.variable(table, name)
         assert variable is not None, f"{table}.{name} is not in the layout"
+        ready = _ready(variable, rows[0][name], layout, notice) if len(rows) == 1 else None
+        if ready is not None:
+            columns[name] = ready
+            continue
         column = columns[name] = empty_column(variable, len(rows), layout)
         for position, row in enumerate(rows):
             if row.get(name) is not None:
@@ -50,15 +55,40 @@ def columns_of(table: str, rows: Sequence[Row], layout: Layout, notice: Notice) 
     return columns
 
 
+def _ready(variable: Variable, value: Any, layout: Layout, notice: Notice) -> Column | None:
+    """Returns the column of a single row in one go, where its value is just what the variable holds.
+
+    That is what nearly all values of a step are, and several times as fast as `_assign`; None for the others.
+    """
+    kind, dtype, num_dims = type(value), variable.dtype, len(variable.dims)
+    if kind is float:
+        return np.array([value]) if num_dims == 1 and dtype == "f8" else None
+    if kind is int:
+        holds = num_dims == 1 and dtype in ("f8", "i8") and -_SMALL < value < _SMALL
+        return np.array([value], dtype) if holds else None
+    if kind is dict and dtype == "f8" and tuple(value) == layout.labels[base_dim(variable.dims[1])]:
+        numbers = list(value.values())
+        return np.array([numbers]) if _PLAIN.issuperset(map(type, numbers)) else None
+    if kind is Placed and _is_whole(variable, value, layout):
+        return np.asarray(fitted(value.values, variable, notice)).astype(dtype, copy=False)[np.newaxis]
+    return None
+
+
+def _is_whole(variable: Variable, value: Placed, layout: Layout) -> bool:
+    """Returns whether an array has just the labels of the file, in their order."""
+    axes = zip(variable.dims[1:], value.labels, strict=True)
+    return all(tuple(labels) == layout.labels[base_dim(dim)] for dim, labels in axes)
+
+
 def _assign(
     column: Column, position: int, variable: Variable, value: Any, layout: Layout, notice: Notice
 ) -> None:
     if isinstance(value, Placed):
         values = fitted(value.values, variable, notice)
-        axes = list(zip(variable.dims[1:], value.labels, strict=True))
-        if all(tuple(labels) == layout.labels[base_dim(dim)] for dim, labels in axes):
+        if _is_whole(variable, value, layout):
             column[position] = values
         else:
+            axes = zip(variable.dims[1:], value.labels, strict=True)
             places = [[layout.index(dim)[label] for label in labels] for dim, labels in axes]
             column[position][np.ix_(*places)] = values
     elif isinstance(value, Mapping):
@@ -120,8 +150,10 @@ def fitted(values: float | NDArray[Any], variable: Variable, notice: Notice) -> 
     """Returns numbers as the variable stores them; a count that is not finite or too large is missing."""
     if not variable.dtype.startswith("i"):
         return values
-    limits = np.iinfo(variable.dtype)
     numbers = np.rint(values)
+    if variable.dtype in _WIDE and np.logical_and.reduce(np.abs(numbers) < _SMALL, axis=None):
+        return numbers  # the usual case, several times as fast as what follows
+    limits = np.iinfo(variable.dtype)
     # As a float the largest i8 is rounded up to one more, hence `<`.
     fits = (numbers >= limits.min) & (numbers < float(limits.max) + 1)
     if (np.isfinite(numbers) & ~fits).any():

@@ -7,12 +7,16 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from gradscope.runfile.columns import number
 from gradscope.runfile.update import UpdateRecord
+
+_ENCODER = json.JSONEncoder(default=str)
+_FLOAT = frozenset({float})
 
 
 class MetricsMirror:
@@ -48,7 +52,7 @@ class MetricsMirror:
         _flatten("", metrics, line)
         line |= _updates(records)
         line["step"] = step  # also where the caller logs something of that name
-        data = (json.dumps(line, default=str) + "\n").encode()
+        data = (_ENCODER.encode(line) + "\n").encode()
         try:
             if not self._is_in_place():
                 self._file.close()
@@ -88,13 +92,27 @@ def _flatten(prefix: str, values: Mapping[str, Any], line: dict[str, Any]) -> No
     """Puts the values into a line under their paths."""
     for name, value in values.items():
         path = f"{prefix}/{name}" if prefix else str(name)
-        if isinstance(value, dict | Mapping):
-            _flatten(path, value, line)
+        if isinstance(value, (dict, Mapping)):
+            if _is_finite(value.values()):
+                line.update(zip(_paths(path, tuple(value)), value.values(), strict=True))
+            else:
+                _flatten(path, value, line)
         elif isinstance(value, str):
             line[path] = value
         elif (found := number(value)) is not None and found == found:
             # JSON has no infinity; a missing value is left out.
             line[path] = found if -math.inf < found < math.inf else None
+
+
+def _is_finite(values: Collection[Any]) -> bool:
+    """Returns whether all values are plain finite numbers; where their sum overflows, not."""
+    return _FLOAT.issuperset(map(type, values)) and math.isfinite(sum(values))
+
+
+@lru_cache(4096)
+def _paths(prefix: str, names: tuple[Any, ...]) -> list[str]:
+    """Returns the paths of the entries of a mapping, the same ones step after step."""
+    return [f"{prefix}/{name}" for name in names]
 
 
 def _updates(records: Sequence[UpdateRecord]) -> dict[str, Any]:
