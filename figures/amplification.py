@@ -46,6 +46,9 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         raise NothingToDrawError(
             "no role has two or more slots that train one policy, so there are no copies."
         )
+    panels = [panel for panel in panels if _is_measured(*panel)]
+    if not panels:
+        raise NothingToDrawError("copies share a policy, but no products of their gradients are in the runs.")
     looks = role_looks(role for cell, *_ in panels for role in cell.roles)
     with paper_style():
         figure, grid = panel_grid(
@@ -69,6 +72,11 @@ def draw(runs: Sequence[xr.DataTree]) -> Drawing:
         legend_below(figure, [*role_handles(shown), *lines], series_note([cell for cell, *_ in panels]))
         settle_layout(figure)
     return Drawing(figure, stack(tables))
+
+
+def _is_measured(cell: Cell, policy: str, role: str) -> bool:
+    """Returns whether a run of the cell holds the products of a role's copies on a policy."""
+    return any(bool(derive.copy_measures(run, policy, role)["aligned"].notnull().any()) for run in cell.runs)
 
 
 def _coherence_panel(
@@ -106,4 +114,4 @@ def _amplification_panel(
 
 def _number(per_run: Sequence[xr.Dataset]) -> int:
     """Returns the largest number of copies at any step."""
-    return int(max(float(measures["aligned"].max()) for measures in per_run))
+    return int(np.nanmax([float(measures["aligned"].max()) for measures in per_run]))

@@ -144,7 +144,7 @@ def _finding(setting: Setting, series: Evaluations, resumed: list[float]) -> Fin
     step = series.step
     cliff = find_cliff(series.correct, series.total, step=step)
     best = int(np.argmax(series.accuracy))
-    where = f"'{setting.dataset}' ({setting.sampling})"
+    where = f"'{setting.dataset}'{f' ({setting.sampling})' if setting.sampling else ''}"
     evidence: Evidence = {
         "setting": where,
         "score": cliff.score,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -99,7 +100,10 @@ def _checked_out(out: str | Path | None, to: str, *, needed: bool) -> Path:
 def _about(run: xr.DataTree) -> dict[str, Any]:
     root = run.to_dataset()
     slots = [str(slot) for slot in root["slot"].values]
+    config = json.loads(run.attrs.get("config_json") or "{}")
+    imported = config.get("import") if isinstance(config, dict) else None
     return {
+        "limits": list(imported.get("limits") or ()) if isinstance(imported, dict) else [],
         "run_id": str(run.attrs.get("run_id", "")),
         "slots": dict(zip(slots, map(str, root["slot_role"].values), strict=True)),
         "policies": dict(zip(slots, map(str, root["slot_policy"].values), strict=True)),
@@ -165,7 +169,8 @@ def _records(run: xr.DataTree) -> dict[int, list[UpdateRecord]]:
         return {}
     slots = tuple(str(slot) for slot in run.to_dataset()["slot"].values)
     table = TABLES["updates"].variables
-    scalars = [v.name for v in table if v.dims == ("update",) and v.dtype == "f8" and v.name in updates]
+    plain = [v.name for v in table if v.dims == ("update",) and (v.dtype == "f8" or v.name == "skipped")]
+    scalars = [name for name in plain if name in updates]
     counts = [v.name for v in table if v.dims == ("update", "slot") and v.name in updates]
     arrays = {name: updates[name].values for name in (*scalars, *counts, "step", "policy")}
     nothing = np.full((updates.sizes["update"], len(slots), len(slots)), np.nan)
@@ -178,10 +183,15 @@ def _records(run: xr.DataTree) -> dict[int, list[UpdateRecord]]:
             gram=gram[row],
             gram_cross=cross[row],
             counts={name: arrays[name][row] for name in counts},
-            scalars={name: float(arrays[name][row]) for name in scalars},
+            scalars={name: _known(name, float(arrays[name][row])) for name in scalars},
         )
         found[int(arrays["step"][row])].append(record)
     return dict(found)
+
+
+def _known(name: str, value: float) -> float:
+    """Returns a number of an update; a flag that was not logged is missing, not -1."""
+    return math.nan if name == "skipped" and value < 0 else value
 
 
 def _evaluations(run: xr.DataTree) -> dict[int, list[Mapping[str, Any]]]:

@@ -4,7 +4,8 @@
 - `updates/POLICY/NAME`, `updates/POLICY/MINIBATCH/NAME`: numbers of /updates; those by slot end in /SLOT.
 - `updates/POLICY/gram/SLOT|SLOT`: inner products, in tables only.
 - `grad/ROLE/POLICY/norm`, `.../energy_share`, `.../coherence`: from the products, for trackers.
-- `eval/DATASET/greedy|sampled/NAME`, `.../ROLE/NAME`: as in /eval, and accuracy.
+- `eval/DATASET/greedy|sampled|unstated/NAME`, `.../ROLE/NAME`: as in /eval, and accuracy.
+- `user/NAME`, `user/LABEL/NAME`: what the schema does not know.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ def train_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, value in metrics.items():
         variable = TABLES["train"].variable(name)
+        group = "user" if variable is None else "train"
         if isinstance(value, Mapping):
             by_phase = variable is not None and "phase" in variable.dims
             for label, own in value.items():
-                _put(values, f"train/{name}/{label}" if by_phase else f"train/{label}/{name}", own)
+                _put(values, f"{group}/{name}/{label}" if by_phase else f"{group}/{label}/{name}", own)
         else:
-            _put(values, f"train/{name}", value)
+            _put(values, f"{group}/{name}", value)
     return values
 
 
@@ -97,7 +99,8 @@ def evaluation_values(row: Mapping[str, Any]) -> dict[str, float]:
         row: dataset, greedy, num_correct, num_total, temperature, and by role role_accuracy and
             role_tokens_mean.
     """
-    place = f"eval/{row['dataset']}/{'greedy' if row.get('greedy') == 1 else 'sampled'}"
+    sampling = {1: "greedy", 0: "sampled"}.get(row.get("greedy", -1), "unstated")
+    place = f"eval/{row['dataset']}/{sampling}"
     values: dict[str, float] = {}
     for name in ("num_correct", "num_total", "temperature"):
         _put(values, f"{place}/{name}", row.get(name))

@@ -27,7 +27,9 @@ class Rows:
         if last.get("step") == step and not set(values) & set(last):
             last.update(values)
         else:
-            time = {} if math.isnan(wall_time) else {TIME: wall_time}
+            # The time of an evaluation is none of a training step's.
+            is_step = any(not name.startswith("eval/") for name in values)
+            time = {TIME: wall_time} if is_step and not math.isnan(wall_time) else {}
             self.rows.append({"step": step, **time, **values})
 
     def names(self) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradscope.errors import DataError
-from gradscope.importers.log import ForeignLog, Row, Settings, refuse_mixture
+from gradscope.importers.log import ForeignLog, Row, Settings, refuse_mixture, shown
+from gradscope.importers.wording import listed
 from gradscope.runfile.columns import number
 
 STEPS = ("step", "train/global_step", "training/global_step", "trainer/global_step", "global_step", "Step",
@@ -17,20 +18,25 @@ COUNTERS = ("_step",)
 TIMES = ("_timestamp", "timestamp", "wall_time", "Wall time", "train/wall_time")
 RUNS = ("run_name", "run_id", "run", "Name")
 """Columns that tell runs apart in one table."""
+SEEDS = ("seed", "random_seed", "trial", "experiment", "experiment_name")
+"""Columns that tell runs apart where one step stands under several of their values."""
 
 
-def rows_of(table: Sequence[Mapping[str, Any]], *, source: str, settings: Settings) -> ForeignLog:
+def rows_of(
+    table: Sequence[Mapping[str, Any]], *, source: str, settings: Settings, columns: Sequence[str] = ()
+) -> ForeignLog:
     """Returns a table's rows, each with its step, without the column of steps.
 
     Args:
         table: One mapping a row.
         source: Where it is from, for messages.
         settings: The column of steps, and which rows to keep.
+        columns: Its columns, where it may have some without any value.
 
     Raises:
         DataError: There is no column of steps, it holds no numbers, or the rows are of several runs.
     """
-    names = list(dict.fromkeys(name for row in table for name in row))
+    names = list(dict.fromkeys([*columns, *(name for row in table for name in row)]))
     for column in settings.where:
         if column not in names:
             raise DataError(f"{source}: no column '{column}'. It has {_some(names)}.")
@@ -38,9 +44,8 @@ def rows_of(table: Sequence[Mapping[str, Any]], *, source: str, settings: Settin
     if not chosen:
         wanted = ", ".join(f"{column}={value}" for column, value in settings.where.items())
         raise DataError(f"{source}: no row{f' with {wanted}' if wanted else ''}, there is nothing to import.")
-    runs = {name: {str(row[name]) for row in chosen if row.get(name) is not None} for name in RUNS}
-    refuse_mixture(source, runs, settings)
     column = _step_column(names, source, settings)
+    refuse_mixture(source, _runs(chosen, column), settings)
     rows = []
     for row in chosen:
         step = _number(row.get(column))
@@ -50,7 +55,20 @@ def rows_of(table: Sequence[Mapping[str, Any]], *, source: str, settings: Settin
         raise DataError(
             f"{source}: column '{column}' holds no numbers. Name the column of steps with --step."
         )
-    return ForeignLog(tuple(rows), counter_is_step=column not in COUNTERS)
+    return ForeignLog(tuple(rows), column not in COUNTERS, is_table=True, columns=tuple(names))
+
+
+def _runs(rows: Sequence[Mapping[str, Any]], step: str) -> dict[str, set[str]]:
+    """Returns each column that tells runs apart, and its values."""
+    named = {name: {shown(row[name]) for row in rows if row.get(name) is not None} for name in RUNS}
+    for name in SEEDS:
+        places: dict[Any, set[str]] = {}
+        for row in rows:
+            if row.get(name) is not None and isinstance(row[name], str | int | float):
+                places.setdefault(row.get(step), set()).add(shown(row[name]))
+        if any(len(values) > 1 for values in places.values()):
+            named[name] = set().union(*places.values())
+    return named
 
 
 def _step_column(names: Sequence[str], source: str, settings: Settings) -> str:
@@ -67,8 +85,7 @@ def _step_column(names: Sequence[str], source: str, settings: Settings) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown or "no columns"
+    return listed(names, most=8) or "no columns"
 
 
 def _number(value: Any) -> float:

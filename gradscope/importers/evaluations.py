@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DataError
-from gradscope.importers.json_lines import first_object, read_objects, torn_note
+from gradscope.importers.json_lines import first_object, read_objects, whole_object
 from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_mixture
 
 STEPS = ("checkpoint_step", "step")
@@ -26,7 +25,7 @@ class Importer:
         path = Path(source)
         if not path.is_file() or path.suffix not in {".json", ".jsonl"}:
             return False
-        first = first_object(path) or _whole(path)
+        first = first_object(path) or whole_object(path)
         return all(name in first for name in COUNTS) and any(name in first for name in STEPS)
 
     def read(self, source: str, settings: Settings) -> ForeignLog:
@@ -36,18 +35,16 @@ class Importer:
             DataError: Steps or counts are missing, or the file holds several runs.
         """
         path = existing(source, "a file of evaluations")
-        whole = _whole(path)
-        if isinstance(whole.get("num_correct"), list):
-            table, num_torn = _from_lists(path, whole), 0
-        else:
-            table, num_torn = read_objects(path)
+        whole = whole_object(path)
+        is_lists = isinstance(whole.get("num_correct"), list)
+        table, torn = (_from_lists(path, whole), ()) if is_lists else read_objects(path)
         chosen = [row for row in table if settings.matches(row)]
         if not chosen:
             raise DataError(f"{path}: no evaluation{' matches --where' if settings.where else ''}.")
         runs = {key: {str(row[key]) for row in chosen if key in row} for key in RUNS}
         refuse_mixture(str(path), runs, settings)
         rows = tuple(_row(path, number, row) for number, row in enumerate(chosen, 1))
-        return ForeignLog(rows, dialect="evaluations", limits=LIMITS, notes=torn_note(num_torn))
+        return ForeignLog(rows, dialect="evaluations", limits=LIMITS, notes=torn)
 
 
 def _row(path: Path, number: int, row: dict[str, Any]) -> Row:
@@ -63,19 +60,12 @@ def _row(path: Path, number: int, row: dict[str, Any]) -> Row:
 
 
 def _from_lists(path: Path, whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns rows of an object whose values are lists of one length; other values are left out."""
+    """Returns rows of an object whose values are lists of one length; a num_total may be one for all."""
+    if isinstance(whole.get("num_total"), int | float):
+        whole = {**whole, "num_total": [whole["num_total"]] * len(whole["num_correct"])}
     names = [name for name in (*STEPS, *COUNTS) if isinstance(whole.get(name), list)]
     lengths = {name: len(whole[name]) for name in names}
     if len(set(lengths.values())) > 1:
         raise DataError(f"{path}: lists of different lengths, {lengths}.")
     columns = [whole[name] for name in names]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _whole(path: Path) -> dict[str, Any]:
-    """Returns the object that is the whole file; empty when the file is something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

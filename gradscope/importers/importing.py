@@ -12,8 +12,9 @@ from typing import Any
 
 from gradscope.importers.log import Settings
 from gradscope.importers.long_table import Entry
+from gradscope.importers.placing import placed_whole, refuse_existing
 from gradscope.importers.reading import Choices, ReadLog, read_log
-from gradscope.importers.scores import Score
+from gradscope.importers.scores import Score, Totals
 from gradscope.importers.steps import step_of
 from gradscope.runfile import RunWriter
 
@@ -57,7 +58,7 @@ def import_run(
     dialect: str | None = None,
     mapping: str | Path | None = None,
     role_pattern: str | None = None,
-    num_total: int | None = None,
+    num_total: Totals = None,
     step: str | None = None,
     where: Mapping[str, str] | None = None,
     client: Any = None,
@@ -71,7 +72,8 @@ def import_run(
         dialect: Whose keys they are (`gradscope list dialects`); found out when not given.
         mapping: A YAML file that says what the keys mean, in place of a dialect.
         role_pattern: Regular expression with a group `role`, looked for in every key.
-        num_total: Problems of each evaluation that is logged as a fraction.
+        num_total: Problems of each evaluation that is logged as a fraction; data set to number where there
+            are several data sets.
         step: Key that holds the training step.
         where: Column to value, where one source holds several runs.
         client: What is asked for W&B's history, by default `wandb.Api()`.
@@ -80,7 +82,8 @@ def import_run(
         DataError: A source is absent, damaged, empty, without steps, of another format, or of several runs.
         ConfigError: The mapping file or the role pattern cannot be used.
         UnknownNameError: There is no such format, dialect or metric.
-        RunFileError: A run is at `out` already.
+        RunFileError: A file that the run would write is there already, such as the source.
+        SchemaError: A role is called as the run file calls something else.
     """
     choices = Choices(
         format=format,
@@ -90,8 +93,10 @@ def import_run(
         num_total=num_total,
         settings=Settings(where=where or {}, step=step, client=client),
     )
+    refuse_existing(Path(out))
     log = read_log(source, choices)
-    _write(log, Path(out))
+    with placed_whole(Path(out)) as draft:
+        _write(log, draft)
     # A later segment takes the place of what came from its first step on.
     starts = [segment.first_step for segment in log.segments[1:]]
     ends = [(segment, min(starts[place:], default=math.inf)) for place, segment in enumerate(log.segments)]
@@ -136,7 +141,7 @@ def _write(log: ReadLog, out: Path) -> None:
             ) as writer:
                 for step in sorted(segment.steps):
                     time = segment.steps[step].wall_time
-                    own = step_of(table[number, step], log.roster, wall_time=time)
+                    own = step_of(table[number, step], log.roster, log.names, wall_time=time)
                     writer.append(step, own.records, metrics=own.metrics)
                 for score in log.scores[number]:
                     _append(writer, score)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from gradscope.importers.columns import rows_of
-from gradscope.importers.json_lines import first_object, read_objects, torn_note
+from gradscope.importers.json_lines import first_object, read_objects, with_numbers
 from gradscope.importers.log import ForeignLog, Settings, existing
 
 
@@ -24,6 +25,6 @@ class Importer:
             DataError: They hold no step, or the file is absent or empty.
         """
         path = existing(source, "a file of JSON Lines")
-        objects, num_torn = read_objects(path)
-        log = rows_of(objects, source=str(path), settings=settings)
-        return ForeignLog(log.rows, log.counter_is_step, notes=torn_note(num_torn))
+        objects, torn = read_objects(path)
+        objects, spelled = with_numbers(objects)
+        return replace(rows_of(objects, source=str(path), settings=settings), notes=(*torn, *spelled))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradscope.errors import DataError
+from gradscope.importers.wording import listed, plain
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,11 @@ class ForeignLog:
         dialect: The dialect that the format implies; empty where only the keys can tell.
         limits: What a log of this format cannot answer.
         notes: What a reader of the import should know, one sentence each.
-        about: What the source says of the run; of it, `slots` (slot to role) and `policies` (slot to policy)
-            are taken, which our own exports write.
+        about: What the source says of the run; of it, `slots` (slot to role), `policies` (slot to policy) and
+            `limits` (what the source of an imported run could not answer) are taken, which our own exports
+            write.
+        is_table: Whether its rows may stand in any order, as those of a table that was sorted.
+        columns: Names of a table's columns, those without any value too; empty where only keys are known.
     """
 
     rows: tuple[Row, ...]
@@ -47,11 +51,18 @@ class ForeignLog:
     limits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    is_table: bool = False
+    columns: tuple[str, ...] = ()
 
     def said(self, name: str) -> dict[str, str]:
         """Returns one of the maps in `about`; empty where the source does not say it."""
         value = self.about.get(name)
         return {str(key): str(own) for key, own in value.items()} if isinstance(value, Mapping) else {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all that may stand in a row."""
+        return tuple(dict.fromkeys((*self.columns, *(key for row in self.rows for key in row.values))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +81,7 @@ class Settings:
 
     def matches(self, values: Mapping[str, Any]) -> bool:
         """Returns whether a row is among those asked for."""
-        return all(str(values.get(column, "")) == wanted for column, wanted in self.where.items())
+        return all(_is(values.get(column, ""), wanted) for column, wanted in self.where.items())
 
 
 class Importer(Protocol):
@@ -85,6 +96,24 @@ class Importer(Protocol):
         Raises:
             DataError: It is absent, damaged, empty or of another format.
         """
+
+
+def _is(value: Any, wanted: str) -> bool:
+    """Returns whether a value is the wanted one: as text, number, or true or false in any case."""
+    text = str(value)
+    if text == wanted or {text.lower(), wanted.lower()} in ({"true"}, {"false"}):
+        return True
+    if isinstance(value, bool):
+        return False
+    try:
+        return float(text) == float(wanted)
+    except ValueError:
+        return False
+
+
+def shown(value: Any) -> str:
+    """Returns a value as --where takes it: whole numbers without a fraction."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def existing(source: str, what: str) -> Path:
@@ -112,9 +141,7 @@ def refuse_mixture(source: str, runs: Mapping[str, set[str]], settings: Settings
     """
     for column, values in runs.items():
         if len(values) > 1:
-            known = ", ".join(sorted(values)[:8])
-            example = f"{column}={sorted(values)[0]}"
             raise DataError(
-                f"{source}: holds {len(values)} runs by '{column}' ({known}). "
-                f"Choose one with --where {example}."
+                f"{source}: holds {len(values)} runs by '{column}' ({listed(sorted(values))}). "
+                f"Choose one with --where {column}={plain(min(values))}."
             )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from gradscope.errors import ConfigError, unknown_name
-from gradscope.importers.dialect import Dialect
-from gradscope.schema import TABLES
+from gradscope.errors import ConfigError, nearest, unknown_name
+from gradscope.importers.dialect import Dialect, Meaning
+from gradscope.importers.roster import Roster
+from gradscope.importers.wording import listed
+from gradscope.schema import TABLES, Variable
 
 SECTIONS = ("step", "metrics", "patterns", "evaluation", "policies")
 EVALUATION_COLUMNS = {
@@ -29,14 +31,59 @@ class MappingFile:
     """What a mapping file says.
 
     Attributes:
+        name: Of the file.
         step: Column of steps; None where the file leaves it to the importer.
         num_total: Answers of every evaluation; None where a column says it, or nobody does.
+        columns: Column to where in the file it is named, such as `metrics.loss`.
+        patterns: Its regular expressions.
         dialect: Columns and patterns to metrics.
     """
 
+    name: str
     step: str | None
     num_total: int | None
+    columns: Mapping[str, str]
+    patterns: tuple[str, ...]
     dialect: Dialect
+
+    def unused(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Returns what to say of patterns that fit none of the keys."""
+        idle = [pattern for pattern in self.patterns if not any(re.fullmatch(pattern, key) for key in keys)]
+        return (f"{len(idle)} pattern(s) of {self.name} fit no key ({listed(idle)}).",) if idle else ()
+
+    def check_columns(self, names: Sequence[str], source: str) -> None:
+        """Refuses a column that the source does not have.
+
+        Raises:
+            ConfigError: It names one.
+        """
+        for column, place in self.columns.items():
+            if column not in names:
+                raise ConfigError(
+                    f"{self.name}: {place} names the column '{column}', which {source} does not have."
+                    f"{nearest(column, names)} It has {listed(names, most=8) or 'none'}."
+                )
+
+    def check_places(self, keys: Iterable[str], read: Callable[[str], Meaning], people: Roster) -> None:
+        """Refuses what would silently go nowhere, or to one place twice.
+
+        Raises:
+            ConfigError: A role of `policies` has no column; it is open whose a column is; or two roles of one
+                policy have a gradient norm each.
+        """
+        for role in self.dialect.policies:
+            if role not in people.slots:
+                raise ConfigError(
+                    f"{self.name}: policies names the role '{role}', which no column is of."
+                    f"{nearest(role, people.slots)} Roles: {', '.join(people.slots)}."
+                )
+        for key in keys:
+            meaning = read(key)
+            if meaning.metric and not meaning.is_evaluation and not people.has_place(meaning):
+                raise ConfigError(
+                    f"{self.name}: column '{key}' is {meaning.metric}, but of which of "
+                    f"{listed(people.slots)} is open. Write role: column pairs, or put all on one policy."
+                )
 
 
 def read_mapping(path: str | Path) -> MappingFile:
@@ -55,28 +102,63 @@ def read_mapping(path: str | Path) -> MappingFile:
     step = content.get("step")
     if step is not None and not isinstance(step, str):
         raise ConfigError(f"{path}: step is {step!r}, expected the name of a column.")
-    rules: dict[str, str] = {}
-    labels: dict[str, dict[str, str]] = {}
+    named: list[tuple[str, str, str, dict[str, str]]] = []  # column, place, metric, labels
     for metric, role, column in _columns(path, _section(path, content, "metrics")):
-        rules[re.escape(column)] = metric
-        labels[re.escape(column)] = {"role": role} if role else {}
-    rules |= _patterns(path, _section(path, content, "patterns"))
+        place = f"metrics.{metric}{f'.{role}' if role else ''}"
+        named.append((column, place, metric, {"role": role} if role else {}))
     evaluation = _section(path, content, "evaluation")
     dataset = str(evaluation.pop(DATASET, "evaluation"))
-    total = evaluation.pop("num_total") if isinstance(evaluation.get("num_total"), int) else None
-    for metric, column in _evaluation(path, evaluation):
-        rules[re.escape(column)] = metric
-        labels[re.escape(column)] = {DATASET: dataset}
+    total = _total(path, evaluation)
+    for name, column in _evaluation(path, evaluation):
+        named.append((column, f"evaluation.{name}", EVALUATION_COLUMNS[name], {DATASET: dataset}))
+    columns: dict[str, str] = {}
+    for column, place, _, _ in named:
+        if column in columns:
+            raise ConfigError(
+                f"{path}: column '{column}' is both {columns[column]} and {place}. Name it once."
+            )
+        columns[column] = place
+    rules = {re.escape(column): metric for column, _, metric, _ in named}
+    patterns = _patterns(path, _section(path, content, "patterns"))
+    rules |= patterns
     if not rules:
         raise ConfigError(f"{path}: maps no column. Fill metrics, patterns or evaluation.")
+    labels = {re.escape(column): own for column, _, _, own in named}
     roles = tuple(dict.fromkeys(own["role"] for own in labels.values() if "role" in own))
     policies = {str(role): str(name) for role, name in _section(path, content, "policies").items()}
-    return MappingFile(step, total, Dialect(rules=rules, labels=labels, roles=roles, policies=policies))
+    dialect = Dialect(rules=rules, labels=labels, roles=roles, policies=policies)
+    return MappingFile(Path(path).name, step, total, columns, tuple(patterns), dialect)
+
+
+def _total(path: str | Path, evaluation: dict[str, Any]) -> int | None:
+    """Takes the number of answers out of the section, where it is a number and no column."""
+    total = evaluation.get("num_total")
+    if not isinstance(total, int | float):
+        return None
+    if isinstance(total, bool) or total != int(total) or total < 1:
+        raise ConfigError(f"{path}: evaluation.num_total is {total}, expected a whole number above 0.")
+    return int(evaluation.pop("num_total"))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns the mapping.
+
+        Raises:
+            ConstructorError: A key stands twice.
+        """
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key}' stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _content(path: str | Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(content, dict) or not content:
@@ -98,7 +180,11 @@ def _section(path: str | Path, content: Mapping[str, Any], name: str) -> dict[st
 def _columns(path: str | Path, section: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields (metric, role or nothing, column)."""
     for metric, columns in section.items():
-        _check_metric(path, str(metric))
+        variable = _check_metric(path, str(metric))
+        if isinstance(columns, dict) and variable.dims == ("step",):
+            raise ConfigError(
+                f"{path}: metrics.{metric} has roles, but is one number a step. Name one column for it."
+            )
         pairs = columns.items() if isinstance(columns, dict) else [("", columns)]
         for role, column in pairs:
             if not isinstance(column, str):
@@ -119,7 +205,7 @@ def _patterns(path: str | Path, section: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evaluation(path: str | Path, section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (metric, column)."""
+    """Yields (key of the section, column)."""
     for name, column in section.items():
         if name not in EVALUATION_COLUMNS:
             raise unknown_name(
@@ -127,11 +213,12 @@ def _evaluation(path: str | Path, section: Mapping[str, Any]) -> Iterator[tuple[
             )
         if not isinstance(column, str):
             raise ConfigError(f"{path}: evaluation.{name} is {column!r}, expected the name of a column.")
-        yield EVALUATION_COLUMNS[name], column
+        yield name, column
 
 
-def _check_metric(path: str | Path, metric: str) -> None:
-    tables = [variable for table in ("train", "updates") for variable in TABLES[table].variables]
-    names = [v.name for v in tables if v.dims in ((v.dims[0],), ("step", "slot")) and v.dtype != "str"]
-    if metric not in names:
-        raise unknown_name("metric", metric, dict.fromkeys(names), where=str(path))
+def _check_metric(path: str | Path, metric: str) -> Variable:
+    tables = [variable for table in ("updates", "train") for variable in TABLES[table].variables]
+    known = {v.name: v for v in tables if v.dims in ((v.dims[0],), ("step", "slot")) and v.dtype != "str"}
+    if metric not in known:
+        raise unknown_name("metric", metric, known, where=str(path))
+    return known[metric]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from gradscope.errors import DataError
 from gradscope.exporters.parquet import METADATA
 from gradscope.importers.columns import rows_of
 from gradscope.importers.log import ForeignLog, Settings, existing
+from gradscope.importers.wording import listed
 
 
 class Importer:
@@ -35,12 +37,18 @@ class Importer:
         except (OSError, pyarrow.ArrowException) as error:
             reason = " ".join(str(error).split())[:120]
             raise DataError(f"{path}: cannot be read as parquet ({reason}).") from error
+        names = list(dict.fromkeys(name for own in tables for name in own.column_names))
+        twice = [name for name in names if any(own.column_names.count(name) > 1 for own in tables)]
+        if twice:
+            raise DataError(
+                f"{path}: several columns are called {listed(twice)}. Give each a name of its own."
+            )
         table = [row for own in tables for row in own.to_pylist()]
         if not table:
             raise DataError(f"{path}: empty, there is nothing to import.")
-        log = rows_of(table, source=str(path), settings=settings)
+        log = rows_of(table, source=str(path), settings=settings, columns=names)
         about = json.loads((tables[0].schema.metadata or {}).get(METADATA, b"{}"))
-        return ForeignLog(log.rows, log.counter_is_step, about=about)
+        return replace(log, about=about)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,12 +11,15 @@ from gradscope.importers import IMPORTERS
 from gradscope.importers.dialect import Dialect
 from gradscope.importers.dialects import DIALECTS
 from gradscope.importers.log import ForeignLog, Importer, Settings
-from gradscope.importers.long_table import Entry, entries, without_rivals
+from gradscope.importers.long_table import Entry, entries, free_names, without_rivals
 from gradscope.importers.mapping import MappingFile, read_mapping
+from gradscope.importers.order import in_order
+from gradscope.importers.recognising import format_of
 from gradscope.importers.roster import Roster, roster
-from gradscope.importers.scores import Score, scores_of
+from gradscope.importers.scores import Score, Totals, scores_of, totals_of
 from gradscope.importers.segments import Segment, split, with_steps
-from gradscope.importers.telling import limits_of, notes_of
+from gradscope.importers.telling import limits_of, notes_of, renamed_note, said_limits
+from gradscope.importers.wording import listed
 from gradscope.runfile.columns import number
 
 
@@ -29,7 +32,7 @@ class Choices:
         dialect: Name of a dialect.
         mapping: A mapping file, in place of a dialect.
         role_pattern: Regular expression with a group `role`, looked for in every key.
-        num_total: Problems of each evaluation that is logged as a fraction.
+        num_total: Problems of each evaluation that is logged as a fraction, or data set to their number.
         settings: For the importer.
     """
 
@@ -37,7 +40,7 @@ class Choices:
     dialect: str | None = None
     mapping: str | Path | None = None
     role_pattern: str | None = None
-    num_total: int | None = None
+    num_total: Totals = None
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
@@ -45,8 +48,10 @@ class Choices:
             raise ConfigError(
                 "a mapping file takes the place of a dialect. Give --mapping or --dialect, not both."
             )
-        if self.num_total is not None and self.num_total < 1:
-            raise ConfigError(f"--num-total is {self.num_total}, expected the number of evaluated problems.")
+        totals = self.num_total.values() if isinstance(self.num_total, Mapping) else [self.num_total]
+        for total in totals:
+            if total is not None and total < 1:
+                raise ConfigError(f"--num-total is {total}, expected the number of evaluated problems.")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class ReadLog:
         entries: The long table: segment, step, role, metric, value, source key.
         scores: The evaluations of each segment.
         roster: Slots, roles, policies.
+        names: Key to the name under which it is kept where it has no place.
         unknown: Keys that nobody knows, which are kept by their own names.
         notes: What may be misread, and what the import did.
         limits: What the source cannot answer.
@@ -73,6 +79,7 @@ class ReadLog:
     entries: Sequence[Entry]
     scores: Sequence[Sequence[Score]]
     roster: Roster
+    names: Mapping[str, str]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
     limits: tuple[str, ...]
@@ -88,21 +95,34 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
         UnknownNameError: There is no such format or dialect.
     """
     sources = [str(source)] if isinstance(source, str | Path) else [str(part) for part in source]
-    name, where = choices.format or _format_of(sources[0]), ", ".join(sources)
+    name, where = choices.format or format_of(sources[0]), ", ".join(sources)
     mapping = None if choices.mapping is None else read_mapping(choices.mapping)
     log = _read_parts(sources, IMPORTERS.get(name)(), choices, mapping)
+    if mapping is not None:
+        mapping.check_columns(log.names, where)
     rows, step_notes = with_steps(log, where)
     keys = _number_keys(log)
     spoken, dialect = _spoken(log, keys, choices, mapping, where)
-    read = without_rivals(dialect.reader(choices.role_pattern), keys)
-    segments = split(rows, read, where)
+    read = without_rivals(dialect.reader(choices.role_pattern), keys, lambda meaning: meaning.place)
+    people = roster([read(key) for key in keys], dialect, log, where)
+    if mapping is not None:
+        mapping.check_places(keys, read, people)
+        step_notes += mapping.unused(keys)
+    read = without_rivals(read, keys, people.place)
+    ordered, order_notes = in_order(rows, read, where) if log.is_table else (rows, ())
+    segments = split(ordered, read, where)
     total = choices.num_total or (mapping.num_total if mapping else None)
-    scores = [scores_of(segment, read, num_total=total, source=where) for segment in segments]
+    totals = totals_of(total, keys, read, where)
+    scores = [scores_of(segment, read, totals=totals, source=where) for segment in segments]
     table = entries(segments, read)
     _need_anything(where, table, [score.counted for score in scores])
-    people = roster([read(key) for key in keys], dialect, log)
     fractions = tuple(dict.fromkeys(key for score in scores for key in score.fractions))
-    told = notes_of(dialect, keys, table, people, len(segments))
+    names, renamed = free_names(keys, read)
+    told = (
+        *_left_out(log, keys),
+        *renamed_note(renamed),
+        *notes_of(dialect, keys, table, people, len(segments)),
+    )
     return ReadLog(
         source=where,
         format=name,
@@ -111,9 +131,12 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
         entries=table,
         scores=[score.counted for score in scores],
         roster=people,
+        names=names,
         unknown=tuple(key for key in keys if not read(key).metric),
-        notes=(*log.notes, *step_notes, *_left_out(log, keys), *told),
-        limits=(*log.limits, *limits_of(dialect, table, people, fractions)),
+        notes=(*log.notes, *step_notes, *order_notes, *told),
+        limits=tuple(
+            dict.fromkeys((*log.limits, *said_limits(log), *limits_of(dialect, table, people, fractions)))
+        ),
     )
 
 
@@ -125,7 +148,13 @@ def _read_parts(
     if mapping is not None and settings.step is None:
         settings = replace(settings, step=mapping.step)
     logs = [importer.read(part, settings) for part in sources]
-    return replace(logs[0], rows=tuple(row for part in logs for row in part.rows))
+    return replace(
+        logs[0],
+        rows=tuple(row for part in logs for row in part.rows),
+        notes=tuple(dict.fromkeys(note for part in logs for note in part.notes)),
+        columns=tuple(dict.fromkeys(name for part in logs for name in part.columns)),
+        is_table=len(logs) == 1 and logs[0].is_table,  # parts stand in the order that the user gave
+    )
 
 
 def _spoken(
@@ -148,18 +177,6 @@ def _spoken(
             "--mapping FILE.yaml."
         )
     return name, dialect
-
-
-def _format_of(source: str) -> str:
-    for name in IMPORTERS.names():
-        if IMPORTERS.get(name)().recognises(source):
-            return name
-    if not Path(source).exists():
-        raise DataError(f"{source}: no such file or directory.")
-    raise DataError(
-        f"{source}: no known format. Name one with --format: {', '.join(IMPORTERS.names())}; "
-        "see 'gradscope list importers'."
-    )
 
 
 def _dialect_of(keys: Sequence[str], source: str, role_pattern: str | None) -> str:
@@ -190,14 +207,24 @@ def _number_keys(log: ForeignLog) -> list[str]:
 def _left_out(log: ForeignLog, keys: Sequence[str]) -> list[str]:
     """Says so where keys never hold a number, as those of tables and texts."""
     known = set(keys)
+    mixed = {
+        key: None
+        for row in log.rows
+        for key, value in row.values.items()
+        if key in known and number(value) is None and value is not None
+    }
+    texts = [f"{len(mixed)} key(s) hold text between numbers, which is left out ({_some([*mixed])})."]
     others = [key for key in dict.fromkeys(key for row in log.rows for key in row.values) if key not in known]
     if not others:
-        return []
-    return [f"{len(others)} key(s) hold no numbers and are left out ({_some(others)})."]
+        return texts if mixed else []
+    return [
+        *(texts if mixed else []),
+        f"{len(others)} key(s) hold no numbers and are left out ({_some(others)}).",
+    ]
 
 
 def _some(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:6]) or "none holds numbers"
+    return listed(keys) or "none holds numbers"
 
 
 def _need_anything(source: str, table: Sequence[Entry], scores: Sequence[Sequence[Score]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradscope.errors import DataError
-from gradscope.importers.columns import COUNTERS, STEPS
+from gradscope.importers.columns import COUNTERS, STEPS, TIMES
 from gradscope.importers.dialect import Meaning
 from gradscope.importers.log import ForeignLog, Row
 from gradscope.runfile.columns import number
@@ -15,6 +15,9 @@ from gradscope.runfile.columns import number
 LOGGED_STEPS = tuple(name for name in STEPS if name not in COUNTERS)
 MOST_SEGMENTS = 100
 """A log that goes back more often than this is not one of a run that was resumed."""
+
+CLOCKS = (*TIMES, *COUNTERS, "_runtime", "_time", "epoch")
+"""Keys that trackers put into every row; beside an evaluation they make no training step."""
 
 Reader = Callable[[str], Meaning]
 
@@ -88,8 +91,7 @@ def split(rows: Sequence[Row], read: Reader, source: str) -> list[Segment]:
     segments = [Segment()]
     last: dict[str, float] = {}
     for row in rows:
-        training = {key: value for key, value in row.values.items() if not read(key).is_evaluation}
-        numbers = [key for key, value in training.items() if number(value) is not None]
+        numbers = training_keys(row, read)
         if any(row.counter < last.get(key, -math.inf) for key in numbers):
             segments.append(Segment())
             last = {}
@@ -99,15 +101,24 @@ def split(rows: Sequence[Row], read: Reader, source: str) -> list[Segment]:
                     "or not the column of steps. See --where and --step."
                 )
         last |= dict.fromkeys(numbers, row.counter)
-        _add(segments[-1], row, training, has_evaluation=len(training) < len(row.values))
+        _add(segments[-1], row, numbers, read)
     return segments
 
 
-def _add(segment: Segment, row: Row, training: dict[str, object], *, has_evaluation: bool) -> None:
+def training_keys(row: Row, read: Reader) -> list[str]:
+    """Returns the keys of a row with numbers of a training step; none where it only holds an evaluation."""
+    keys = [key for key, value in row.values.items() if number(value) is not None]
+    own = [key for key in keys if not read(key).is_evaluation]
+    is_step = len(own) == len(keys) or any(key not in CLOCKS for key in own)
+    return own if is_step else []
+
+
+def _add(segment: Segment, row: Row, numbers: Sequence[str], read: Reader) -> None:
     step = int(row.counter)
-    if training:
+    if numbers:
         before = segment.steps.get(step)
-        values = {**(before.values if before else {}), **training}
+        own = {key: row.values[key] for key in numbers}
+        values = {**(before.values if before else {}), **own}
         segment.steps[step] = Row(row.counter, values, row.wall_time)
-    if has_evaluation:
+    if any(read(key).is_evaluation for key in row.values):
         segment.evaluations.append(row)

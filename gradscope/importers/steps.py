@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Step:
     metrics: dict[str, Any]
 
 
-def step_of(entries: Iterable[Entry], roster: Roster, *, wall_time: float) -> Step:
+def step_of(entries: Iterable[Entry], roster: Roster, names: Mapping[str, str], *, wall_time: float) -> Step:
     """Returns one step of the run file.
 
     The Gram of an update has on its diagonal what the log tells: the square of the policy's norm where the
@@ -50,7 +50,7 @@ def step_of(entries: Iterable[Entry], roster: Roster, *, wall_time: float) -> St
     updates: dict[tuple[str, str], _Update] = {}
     for entry in entries:
         if not (_to_update(entry, roster, updates) or _to_train(entry, roster, metrics)):
-            metrics[_free_name(entry.source_key)] = entry.value
+            metrics[names[entry.source_key]] = entry.value
     if "episode_reward_mean" not in metrics and len(roster.slots) == 1 and "reward_mean" in metrics:
         metrics["episode_reward_mean"] = next(iter(metrics["reward_mean"].values()))
     records = tuple(_record(policy, update, roster) for (policy, _), update in updates.items())
@@ -105,8 +105,9 @@ def _record(policy: str, update: _Update, roster: Roster) -> UpdateRecord:
     products = {name: _matrix(values, slots) for name, values in update.products.items()}
     gram = products.get("gram", np.full((len(slots), len(slots)), np.nan))
     norm = update.scalars.get("grad_norm", math.nan)
-    if "gram" not in products and len(slots) == 1 and math.isfinite(norm):
-        gram = np.array([[norm**2]])
+    square = norm * norm
+    if "gram" not in products and len(slots) == 1 and math.isfinite(square):
+        gram = np.array([[square]])
     return UpdateRecord(
         policy=policy,
         slots=slots,
@@ -125,9 +126,3 @@ def _matrix(values: dict[tuple[str, str], float], slots: tuple[str, ...]) -> np.
     return np.array(
         [[values.get((row, column), values.get((column, row), np.nan)) for column in slots] for row in slots]
     )
-
-
-def _free_name(key: str) -> str:
-    """Returns the name under which a key that nobody knows is kept: its own, unless the run file uses it."""
-    taken = TABLES["train"].variable(key) or TABLES["updates"].variable(key)
-    return f"source.{key}" if taken else key

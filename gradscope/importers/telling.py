@@ -8,16 +8,16 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gradscope.importers.dialect import Dialect
+from gradscope.importers.log import ForeignLog
 from gradscope.importers.long_table import Entry
 from gradscope.importers.roster import Roster
+from gradscope.importers.wording import listed, ordinal
 
 WITHOUT_ANGLES = (
     "angles between gradients, so coherence, alignment and the shares of a shared policy: the source logs "
-    "norms at most",
-    "which modules a gradient was in: the source logs whole norms at most",
+    "norms at most"
 )
-MISSING_KEYS = 0.05
-"""A key missing at more than this fraction of the steps at which others stand is worth mention."""
+WITHOUT_MODULES = "which modules a gradient was in: the source logs whole norms at most"
 
 
 def notes_of(
@@ -39,6 +39,19 @@ def notes_of(
     return tuple(notes)
 
 
+def renamed_note(keys: Sequence[str]) -> tuple[str, ...]:
+    """Says so where keys are kept under another name, since theirs is taken."""
+    if not keys:
+        return ()
+    return (f"{len(keys)} key(s) differ from another in '/' and '.' only and get a number ({listed(keys)}).",)
+
+
+def said_limits(log: ForeignLog) -> tuple[str, ...]:
+    """Returns what the source itself says that it cannot answer, as an export of an imported run does."""
+    own = log.about.get("limits")
+    return tuple(str(limit) for limit in own) if isinstance(own, list) else ()
+
+
 def _interval(dialect: Dialect, table: Sequence[Entry]) -> list[str]:
     """Says so where gradient norms stand at every n-th step only."""
     steps = np.unique([entry.step for entry in table if entry.metric == "grad_norm"])
@@ -49,7 +62,7 @@ def _interval(dialect: Dialect, table: Sequence[Entry]) -> list[str]:
         "last": "each is of the last step before it, so spikes between are lost",
         "mean": "each is a mean over the steps before it, so spikes are flattened",
     }.get(dialect.window, "spikes between may be lost")
-    return [f"Gradient norms stand at every {np.median(gaps):g}th step only: {meaning}."]
+    return [f"Gradient norms stand at every {ordinal(float(np.median(gaps)))} step only: {meaning}."]
 
 
 def limits_of(
@@ -57,8 +70,11 @@ def limits_of(
 ) -> tuple[str, ...]:
     """Returns what the source cannot answer."""
     limits = list(dialect.limits)
-    if table and not any(entry.metric == "gram" for entry in table):
-        limits += WITHOUT_ANGLES
+    products = [entry.meaning.labels for entry in table if entry.metric == "gram"]
+    if table and not any(labels["slot"] != labels["slot_b"] for labels in products):
+        limits.append(WITHOUT_ANGLES)
+    if table:
+        limits.append(WITHOUT_MODULES)
     shared = [policy for policy in set(people.policies.values()) if len(people.slots_on(policy)) > 1]
     norms = {entry.metric for entry in table} & {"grad_norm", "gram"}
     if norms == {"grad_norm"} and shared:
@@ -68,7 +84,7 @@ def limits_of(
     keys = list(fractions)
     if keys:
         limits.append(
-            f"whether accuracy held: {', '.join(keys[:3])} are fractions of an unknown number of answers; "
+            f"whether accuracy held: {listed(keys, most=3)} are fractions of an unknown number of answers; "
             "say the number of problems with --num-total"
         )
     return tuple(limits)

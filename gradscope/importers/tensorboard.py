@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DataError
 from gradscope.importers.log import ForeignLog, Row, Settings, existing
+from gradscope.importers.wording import listed, plain
 
 MARK = "tfevents"
 SCALARS = "scalars"
 """Plugin of TensorBoard's that draws scalars."""
+FRAME = 16
+"""Bytes around each record: its length, and checksums of both."""
 NOTES = ("TensorBoard keeps 32-bit floats: values agree with what was logged to about 7 digits.",)
 
 
@@ -32,19 +35,56 @@ class Importer:
         """
         path = existing(source, "an event file or a folder of them")
         files = [path] if path.is_file() else _files(path)
-        folders = {file.parent for file in files}
-        if len(folders) > 1:
-            names = ", ".join(str(folder.relative_to(path)) for folder in sorted(folders)[:6])
+        chosen = [file for file in files if file.parent == path] or files
+        folders = sorted({str(file.parent.relative_to(path)) for file in files} if path.is_dir() else ())
+        if len({file.parent for file in chosen}) > 1:
             raise DataError(
-                f"{path}: holds event files of {len(folders)} runs ({names}). Name one of the folders; parts "
-                "of one run that was resumed may be named one after the other."
+                f"{path}: holds event files of {len(folders)} runs ({listed(folders)}). Name one of the "
+                "folders; parts of one run that was resumed may be named one after the other."
             )
         if not files:
             raise DataError(f"{path}: holds no event file (a name with '{MARK}').")
-        rows = tuple(row for file in files for row in _rows(file))
+        rows = tuple(row for file in chosen for row in _rows(file))
+        damage = [sentence for file in chosen if (sentence := _damage(file))]
         if not rows:
-            raise DataError(f"{path}: no scalars in {len(files)} event file(s), there is nothing to import.")
-        return ForeignLog(rows, notes=NOTES)
+            raise DataError(
+                f"{path}: no scalars in {len(chosen)} event file(s), there is nothing to import."
+                f"{' '.join(['', *damage])}"
+            )
+        _need_steps(path, rows)
+        return ForeignLog(rows, notes=(*NOTES, *damage, *_beside(len(files) - len(chosen), folders)))
+
+
+def _need_steps(path: Path, rows: Sequence[Row]) -> None:
+    """Refuses values that were all written without a step, which TensorBoard counts as step 0."""
+    keys = [key for row in rows for key in row.values]
+    if all(row.counter == 0 for row in rows) and len(set(keys)) < len(keys):
+        raise DataError(
+            f"{path}: all {len(keys)} values stand at step 0, so they were written without a step. Give "
+            "add_scalar a global_step."
+        )
+
+
+def _beside(num_files: int, folders: Sequence[str]) -> tuple[str, ...]:
+    """Says which folders are left out, as those that add_hparams and add_scalars make."""
+    if not num_files:
+        return ()
+    others = listed(folder for folder in folders if folder != ".")
+    return (f"{num_files} event file(s) in folders below are left out ({others}); name one to import it.",)
+
+
+def _damage(file: Path) -> str:
+    """Returns what to say of a file whose records end before it does: the library reads no further."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+
+    end = sum(len(record) + FRAME for record in RawEventFileLoader(str(file)).Load())
+    size = file.stat().st_size
+    if end == size:
+        return ""
+    return (
+        f"{plain(file.name)} is damaged or cut off at byte {end} of {size}: what was logged after that is "
+        "lost."
+    )
 
 
 def _files(folder: Path) -> list[Path]:

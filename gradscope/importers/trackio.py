@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DataError
+from gradscope.importers.json_lines import NOT_JSON
 from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_mixture
 
 NAMES = ("run_name", "run_id")
@@ -74,7 +75,7 @@ def _metrics(path: Path, content: Any) -> dict[str, Any]:
     """Returns a row's values; trackio stores JSON, as text or bytes."""
     try:
         values = json.loads(content)
-    except (TypeError, ValueError) as error:
+    except (TypeError, *NOT_JSON) as error:
         raise DataError(f"{path}: a row's metrics are not JSON ({error}).") from error
     return values if isinstance(values, dict) else {}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DataError
+from gradscope.importers.json_lines import NOT_JSON
 from gradscope.importers.log import ForeignLog, Row, Settings, existing
 
 FILE = "trainer_state.json"
@@ -53,7 +54,7 @@ def _find(path: Path) -> Path | None:
 def _history(path: Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise DataError(f"{path}: not readable as JSON ({error}). Take the state of a checkpoint.") from error
     history = content.get("log_history") if isinstance(content, dict) else None
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from gradscope.errors import DataError
-from gradscope.importers.json_lines import first_object, read_objects, torn_note
+from gradscope.importers.json_lines import first_object, read_objects, with_numbers
 from gradscope.importers.log import ForeignLog, Row, Settings, existing
+from gradscope.importers.wording import listed
 
 
 class Importer:
@@ -26,15 +28,23 @@ class Importer:
             DataError: A line lacks step or data, or the file is absent or empty.
         """
         path = existing(source, "the JSON Lines of verl's file logger")
-        objects, num_torn = read_objects(path)
-        rows = []
-        for number, line in enumerate(objects, 1):
-            step, data = line.get("step"), line.get("data")
-            if not isinstance(step, int | float) or not math.isfinite(step) or not isinstance(data, dict):
-                raise DataError(
-                    f'{path}, entry {number}: expected {{"step": number, "data": object}}, found keys '
-                    f"{', '.join(line) or 'none'}. For flat lines use --format jsonl."
-                )
-            if settings.matches(data):
-                rows.append(Row(step, data))
-        return ForeignLog(tuple(rows), notes=torn_note(num_torn))
+        objects, torn = read_objects(path)
+        rows = [_row(path, number, line) for number, line in enumerate(objects, 1)]
+        chosen = [row for row in rows if settings.matches(row.values)]
+        values, spelled = with_numbers([dict(row.values) for row in chosen])
+        return ForeignLog(
+            tuple(Row(row.counter, own) for row, own in zip(chosen, values, strict=True)),
+            notes=(*torn, *spelled),
+        )
+
+
+def _row(path: Path, number: int, line: dict[str, Any]) -> Row:
+    step, data = line.get("step"), line.get("data")
+    if isinstance(step, str) and step.strip().lstrip("+-").isdecimal():
+        step = int(step)
+    if not isinstance(step, int | float) or not math.isfinite(step) or not isinstance(data, dict):
+        raise DataError(
+            f'{path}, entry {number}: expected {{"step": number, "data": object}}, found keys '
+            f"{listed(line) or 'none'}. For flat lines use --format jsonl."
+        )
+    return Row(step, data)

@@ -58,8 +58,17 @@ class Layout:
         Args:
             slots: Slot to role, in the workflow's order.
             policies: Slot to policy.
+
+        Raises:
+            SchemaError: A role is called as what moves parameters besides roles.
         """
         roles = tuple(dict.fromkeys(slots.values()))
+        taken = [role for role in roles if role in EXTRA_CONTRIBUTORS]
+        if taken:
+            raise SchemaError(
+                f"slots: a role cannot be called '{taken[0]}', since {' and '.join(EXTRA_CONTRIBUTORS)} are "
+                "contributors of the file's own. Give it another name."
+            )
         labels = dict.fromkeys(LABELS, ()) | {
             "role": roles,
             "slot": tuple(slots),
@@ -111,16 +120,16 @@ class Layout:
 
     def variable(self, table: str, name: str) -> Variable | None:
         """Returns a variable of the schema or of the user, or None."""
-        known = TABLES[table].variable(name)
-        return known or self._user_by_name.get((table, name))
+        return self._variables[table].get(name)
 
     def index(self, dim: str) -> Mapping[str, int]:
         """Returns label to position along a dim."""
         return self._positions[dim]
 
     @cached_property
-    def _user_by_name(self) -> dict[tuple[str, str], Variable]:
-        return {(table, v.name): v for table, variables in self.user.items() for v in variables}
+    def _variables(self) -> dict[str, dict[str, Variable]]:
+        own = {table: {v.name: v for v in variables} for table, variables in self.user.items()}
+        return {name: {**own.get(name, {}), **table.by_name} for name, table in TABLES.items()}
 
     @cached_property
     def _empty_rows(self) -> dict[tuple[Any, ...], NDArray[Any]]:
@@ -143,7 +152,10 @@ class Layout:
 
     def with_labels(self, dim: str, names: Iterable[str]) -> Layout:
         """Returns the layout with further labels at the end of a dim other than `slot`."""
-        extended = tuple(dict.fromkeys((*self.labels[dim], *names)))
+        own = tuple(names)
+        if own == self.labels[dim]:  # the usual case
+            return self
+        extended = tuple(dict.fromkeys((*self.labels[dim], *own)))
         if extended == self.labels[dim]:
             return self
         return replace(self, labels={**self.labels, dim: extended})

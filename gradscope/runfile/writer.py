@@ -140,7 +140,7 @@ class RunWriter:
         num_total: float,
         dataset: str,
         temperature: float = math.nan,
-        greedy: bool = False,
+        greedy: bool | None = False,
         role_accuracy: Mapping[str, float] | None = None,
         role_tokens_mean: Mapping[str, float] | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class RunWriter:
             num_total: Answers.
             dataset: Name of the evaluated problems.
             temperature: Sampling temperature.
-            greedy: Whether the most likely token was always taken.
+            greedy: Whether the most likely token was always taken; None where that is not known.
             role_accuracy: Role to the fraction of its own answers that are right.
             role_tokens_mean: Role to mean tokens of a reply.
         """

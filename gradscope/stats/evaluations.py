@@ -28,23 +28,27 @@ class Setting:
 
     Attributes:
         dataset: Name of the evaluated problems.
-        greedy: Whether the most likely token was always taken.
+        greedy: Whether the most likely token was always taken; False too where nobody knows.
         temperature: Sampling temperature; None where greedy or unknown.
+        is_known: Whether the run says how replies were sampled.
     """
 
     dataset: str
     greedy: bool
     temperature: float | None
+    is_known: bool = True
 
     @property
     def sampling(self) -> str:
-        """How replies were sampled, in words."""
+        """How replies were sampled, in words; empty where that is not known."""
+        if not self.is_known:
+            return ""
         if self.greedy:
             return "greedy"
         return "sampled" if self.temperature is None else f"sampled at T = {self.temperature:g}"
 
     def __str__(self) -> str:
-        return f"{self.dataset}, {self.sampling}"
+        return f"{self.dataset}, {self.sampling}" if self.sampling else self.dataset
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def _setting(evaluation: xr.Dataset) -> Setting:
     known = {name: float(evaluation[name]) for name in ("greedy", "temperature") if name in evaluation}
     greedy, temperature = known.get("greedy") == 1, known.get("temperature", np.nan)
     dataset = str(evaluation["dataset"].item()) if "dataset" in evaluation else "unnamed"
-    return Setting(dataset, greedy, None if greedy or not np.isfinite(temperature) else temperature)
+    is_known = known.get("greedy", -1) >= 0 or bool(np.isfinite(temperature))
+    return Setting(dataset, greedy, None if greedy or not np.isfinite(temperature) else temperature, is_known)
 
 
 def order_evaluations(num_correct: ArrayLike, num_total: ArrayLike, step: ArrayLike | None) -> Evaluations:

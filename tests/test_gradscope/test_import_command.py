@@ -59,14 +59,14 @@ def empty_database(path):
 
 BAD = {
     "absent.jsonl": (None, [], "no such file or directory"),
-    "unknown.bin": ("\x00\x01", [], "no known format. Name one with --format"),
+    "unknown.bin": ("\x00\x01", [], "no known format (it holds no text). Name one with --format"),
     "empty.jsonl": ("", ["--format", "verl"], "empty, there is nothing to import"),
     "trainer_state.json": ('{"log_history": []}', [], "log_history is empty"),
     "a.trainer_state.json": ('{"a": 1}', ["--format", "trl"], "has no list 'log_history'"),
     "b.trainer_state.json": ("{", ["--format", "trl"], "not readable as JSON"),
     "c.trainer_state.json": ('{"log_history": [{"loss": 1}]}', ["--format", "trl"], "has no 'step'"),
     "flat.jsonl": ('{"step": 1, "loss": 2}', ["--format", "verl"], "For flat lines use --format jsonl"),
-    "broken.jsonl": ('{"step": 1, "data": {}}\nnonsense\n{}', [], "line 2: not JSON"),
+    "broken.jsonl": ('{"step": 1, "data": {}}\nnonsense\nnonsense\n{}', [], "line 2: not JSON"),
     "nosteps.jsonl": ('{"loss": 2, "reward": 1}', [], "no column of steps"),
     "textsteps.csv": ("step,loss\nfirst,1\n", [], "holds no numbers"),
     "nosteps.csv": ("time,loss\n1,2\n", [], "It has time, loss. Name it with --step"),
@@ -82,7 +82,7 @@ BAD = {
     "format.csv": ("step,loss\n1,2\n", ["--format", "cvs"], "unknown importer 'cvs'. Did you mean 'csv'"),
     "pattern.csv": ("step,loss\n1,2\n", ["--role-pattern", "(a"], "no regular expression"),
     "group.csv": ("step,loss\n1,2\n", ["--role-pattern", "a"], "has no group 'role'"),
-    "back.csv": ("step,loss\n" + "2,1\n1,1\n" * 150, [], "go back more than 100 times"),
+    "back.csv": ("step,loss\n" + "3,1\n2,1\n1,1\n0,1\n" * 150, [], "so the rows are in no order of time"),
     "text.parquet": ("no parquet", [], "cannot be read as parquet"),
     "text.db": ("no database", ["--format", "trackio"], "cannot be read as trackio's SQLite file"),
     "run.wandb": ("x", [], "Run 'wandb sync'"),
@@ -135,7 +135,7 @@ MAPPINGS = {
     "pattern": ("patterns: {'(': loss}", "no regular expression"),
     "evaluation": ("evaluation: {right: r}", "unknown key of evaluation 'right'"),
     "empty": ("policies: {a: b}", "maps no column"),
-    "missing": ("metrics: {loss: nowhere}", "knows none of its keys (loss)"),
+    "missing": ("metrics: {loss: nowhere}", "names the column 'nowhere', which"),
 }
 
 

@@ -187,7 +187,7 @@ policies: {writer: p, judge: q}
 def test_a_mapping_file(tmp_path):
     lines = ["iteration,objective,r_w,r_j,g_w,g_j,right,other"]
     lines += [f"{step},{step / 2},0.5,0.25,1.5,{step},{step if step % 2 else ''},7" for step in range(1, 13)]
-    (tmp_path / "log.csv").write_text("\n".join(lines))
+    (tmp_path / "log.csv").write_text("\n".join([*lines, ""]))
     (tmp_path / "map.yaml").write_text(MAPPING)
     made = import_run(tmp_path / "log.csv", tmp_path / "run.h5", mapping=tmp_path / "map.yaml")
     run = gradscope.open_run(tmp_path / "run.h5")
