@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 
 Mode = Literal["auto", "observe", "fused", "pure"]
@@ -29,16 +30,31 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class RootMeanSquare:
+    """A norm that is w x / sqrt(mean x^2 + eps) over the last axis.
+
+    Attributes:
+        eps: As above.
+        dtypes: Types of x for which it was found so: to the last bit, or from float32 on within rounding.
+    """
+
+    eps: float
+    dtypes: frozenset[torch.dtype]
+
+
+@dataclass(frozen=True)
 class Affine:
     """How the output of a norm depends on its parameters.
 
     Attributes:
         shifts: Parameters that are added to the output; the others scale it.
         vanishes: Whether the output is zero when all parameters are.
+        formula: What it does with its input, where that is known.
     """
 
     shifts: frozenset[str]
     vanishes: bool
+    formula: RootMeanSquare | None = None
 
 
 @dataclass(frozen=True)

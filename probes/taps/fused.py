@@ -8,7 +8,7 @@ summation. Whatever a node cannot do, it leaves to the layer's own forward and t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ from gradscope.probes.taps.factors import Factors, add_factors, total
 from gradscope.probes.taps.products import is_packed
 from gradscope.probes.taps.whole import check_policy
 from gradscope.probes.targets import Target
+
+Add = Callable[[RowBatch, SlotAccumulators, bool], list[torch.Tensor] | None]
 
 
 class Passage(NamedTuple):
@@ -67,11 +69,41 @@ class Passage(NamedTuple):
         Returns:
             Their sum for each parameter, with `totals` and where every row belongs to a slot.
         """
+        parameters = [factors.parameter for factors in layer]
+
+        def add(batch: RowBatch, into: SlotAccumulators, totals: bool) -> list[torch.Tensor] | None:
+            return _add_layer(layer, batch, into, totals=totals)
+
+        return self.measure(parameters, x, {factors.left.dtype for factors in layer}, add, totals=totals)
+
+    def measure(
+        self,
+        parameters: Sequence[nn.Parameter],
+        x: torch.Tensor,
+        dtypes: Iterable[torch.dtype],
+        add: Add,
+        *,
+        totals: bool,
+    ) -> list[torch.Tensor] | None:
+        """Has something add the cells' gradients of the layer's parameters to the sums; never raises.
+
+        Args:
+            parameters: Those that take part.
+            x: The layer's input.
+            dtypes: Types that went into the gradients.
+            add: Adds the gradients of rows to sums; returns their total where it is asked for and known.
+            totals: Whether it is.
+        """
         if self.collector.failure is not None or (self.batch is None and not self.rows_unknown):
             return None
         begin, found = time.perf_counter(), None
         try:
-            found = self._add(layer, x, totals=totals)
+            batch, into = self._checked(x)
+            for dtype in dtypes:
+                into.note_precision(dtype)
+            found = add(batch, into, totals)
+            if self.collector.row_meter is not None:
+                self.collector.row_meter.add(batch, parameters, lambda rows, sums: add(rows, sums, False))
         except Exception as error:  # raised by step(), never inside a backward
             self.collector.fail(
                 str(error) if isinstance(error, ProbeError) else f"{self.target.name}: {error!r}"
@@ -79,21 +111,14 @@ class Passage(NamedTuple):
         self.collector.seconds += time.perf_counter() - begin
         return found
 
-    def _add(self, layer: Sequence[Factors], x: torch.Tensor, *, totals: bool) -> list[torch.Tensor] | None:
+    def _checked(self, x: torch.Tensor) -> tuple[RowBatch, SlotAccumulators]:
+        """Returns the rows of the call, which fit its input and its policy, and the sums."""
         if self.rows_unknown or self.batch is None:
             raise ProbeError(REENTRANT.format(name=self.target.name))
         into = self.collector.sums[self.policy]
         is_packed(self.target, self.batch, x)
         check_policy([self.batch], into)
-        for factors in layer:
-            into.note_precision(factors.left.dtype)
-        found = _add_layer(layer, self.batch, into, totals=totals)
-        if self.collector.row_meter is not None:
-            parameters = [factors.parameter for factors in layer]
-            self.collector.row_meter.add(
-                self.batch, parameters, lambda rows, sums: _add_layer(layer, rows, sums, totals=False)
-            )
-        return found
+        return self.batch, into
 
 
 def _add_layer(

@@ -1,4 +1,4 @@
-"""Puts fused nodes on a model: LoRA layers whole, other trained linear layers one by one."""
+"""Puts fused nodes on a model: LoRA layers whole, other trained linear layers and norms one by one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from gradscope.probes.taps.capture import Collector
 from gradscope.probes.taps.fused import FusedLinear, is_plain_linear, replace_forward
+from gradscope.probes.taps.fused_norm import FusedNorm, fusable_norm
 from gradscope.probes.taps.lora_layer import fuse_lora_layers
 from gradscope.probes.targets import Target
 
@@ -40,8 +41,10 @@ def fuse(model: nn.Module, targets: Sequence[Target], collector: Collector) -> F
         target for target in targets if target.claim.kind == "linear" and is_plain_linear(target.module)
     ]
     whole = [target for target in linear if id(target.module) not in adapters]
+    norms = [target for target in targets if fusable_norm(target)]
     undo += [replace_forward(target.module, FusedLinear(target, collector)) for target in whole]
-    return Fusion(frozenset(id(target.module) for target in whole), undo)
+    undo += [replace_forward(target.module, FusedNorm(target, collector)) for target in norms]
+    return Fusion(frozenset(id(target.module) for target in (*whole, *norms)), undo)
 
 
 def _adapter_matrices(model: nn.Module) -> set[int]:

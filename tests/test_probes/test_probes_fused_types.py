@@ -150,7 +150,7 @@ def test_detach_gives_every_module_its_forward_back(nano, kind):
     before = nano.row_losses(model, batch)
     scope = probes.attach(model, nano.slots, mode="fused")
     replaced = [module for module in model.modules() if "forward" in module.__dict__]
-    assert len(replaced) == (14 if kind == "lora" else 15)
+    assert len(replaced) == (14 if kind == "lora" else 15 + 9)  # and the norms
     scope.detach()
     scope.detach()
     assert not any("forward" in module.__dict__ for module in model.modules())
