@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from gradscope.probes.cells import Cells
+from gradscope.probes.products_in_chunks import products
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.scaling import Scales
 from gradscope.probes.segments import Segment, segments_of
 from gradscope.probes.spans import Span, span_of
 from gradscope.probes.summary import Summary
 from gradscope.probes.targets import Policy
+from gradscope.probes.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class SlotAccumulators:
         seen: Covered parameters, by identity, of which something arrived since the last reset.
         left_out: Covered parameters, by identity, of which this update cannot tell the slots apart.
         blocks: The sums; none before the first gradient.
+        terms: Magnitude of what went into the sums.
         undivided: Slots of which some gradient is known as a whole only, not by half and label.
     """
 
@@ -55,7 +58,7 @@ class SlotAccumulators:
         self.cells = cells
         self.reduction = reduction
         self.closed = False
-        self._gradient_scale = 1.0
+        self._gradient_scale, self._sums_scale = 1.0, 1.0
         self._dtypes: set[torch.dtype] = set()
         self.eps = max(torch.finfo(parameter.dtype).eps for parameter in policy.covered.values())
         self.left_out: set[int] = set()
@@ -66,6 +69,7 @@ class SlotAccumulators:
         self._stacked: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._spans: dict[tuple[int, ...], Span] = {}
+        self.terms = Terms()
 
     def stacked(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns the sums `[C, *shape]` of a parameter, to be added to."""
@@ -138,7 +142,7 @@ class SlotAccumulators:
 
     def rescale(self, scales: Scales) -> None:
         """Brings the sums to the units of the unscaled loss, and `.grad` too wherever it is read here."""
-        self._gradient_scale = scales.gradients
+        self._gradient_scale, self._sums_scale = scales.gradients, scales.sums
         if scales.sums != 1:
             for block in self.blocks:
                 block.sums.mul_(scales.sums)
@@ -152,6 +156,7 @@ class SlotAccumulators:
         for block in self.blocks:
             block.sums.zero_()
         self.seen.clear()
+        self.terms.clear()
         self._local = None
         self.left_out.clear()
         self.undivided.clear()
@@ -195,13 +200,16 @@ class SlotAccumulators:
         gap_square, covered_square = (float(number) for number in numbers[-2:])
         left_out = (p for p in self.policy.covered.values() if id(p) in self.left_out)
         rest = [p.grad for p in (*self.policy.uncovered.values(), *left_out) if p.grad is not None]
-        rest_square = float(self.reduction.add_up(self._square(rest)))
+        divisor = self.reduction.divisor(next(iter(self.policy.covered.values())))
+        own = torch.stack([self._square(rest), torch.tensor(self.terms.square() / divisor**2).double()])
+        rest_square, terms_square = self.reduction.add_up(own).tolist()
         return Summary(
             cells=self.cells,
             cell_gram=(gram + gram.T) / 2,
             grad_norm=math.sqrt(covered_square + rest_square * self._gradient_scale**2),
             covered_norm=math.sqrt(covered_square),
             gap=math.sqrt(gap_square),
+            terms=math.sqrt(terms_square) * self._sums_scale,
         )
 
     def unseen(self) -> list[str]:
@@ -277,10 +285,9 @@ class SlotAccumulators:
         num_cells = len(self.cells)
         result = torch.zeros(num_cells * num_cells + 2, device=block.sums.device, dtype=torch.float64)
         for segment in self.segments(block, num_rows=num_cells + 2):
-            sums = block.sums[:, segment.start : segment.stop].double()
-            gradient = segment.gather(self._gradient, self.reduction) * self._gradient_scale
-            gap = sums.sum(0) - gradient
-            result[:-2] += (sums @ sums.T).flatten()
-            result[-2] += gap @ gap
-            result[-1] += gradient @ gradient
+            sums = block.sums[:, segment.start : segment.stop]
+            gradient = segment.gather(self._gradient, self.reduction, sums.dtype)
+            if self._gradient_scale != 1:
+                gradient = gradient * self._gradient_scale
+            result += products(sums, gradient)
         return result

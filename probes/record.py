@@ -31,7 +31,6 @@ def make_record(
     optimizer: torch.optim.Optimizer,
     *,
     labels: tuple[str, ...],
-    reference_norm: float,
     agreed: Agreed,
 ) -> tuple[UpdateRecord, Summary]:
     """Returns the record of one policy's update and the summary that it was checked with.
@@ -42,8 +41,6 @@ def make_record(
         slots: Names of all slots; those of other policies and those without rows are NaN in the Gram matrix.
         optimizer: The optimizer that is about to step.
         labels: The declared labels.
-        reference_norm: Largest gradient norm of earlier updates; rounding is judged against it when an
-            update's own gradient cancels to nothing.
         agreed: What all processes have of the policy.
 
     Raises:
@@ -51,7 +48,7 @@ def make_record(
     """
     policy = sums.policy
     summary = sums.summarise()
-    _check_sum(sums, summary, reference_norm, agreed)
+    _check_sum(sums, summary, agreed)
     rows = _count_rows(sums, batches, len(slots))
     record = UpdateRecord(
         policy=policy.name,
@@ -158,7 +155,7 @@ def check_policy_without_rows(sums: SlotAccumulators) -> None:
         )
 
 
-def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float, agreed: Agreed) -> None:
+def _check_sum(sums: SlotAccumulators, summary: Summary, agreed: Agreed) -> None:
     name = sums.policy.name
     unseen = sums.unseen()
     if unseen:
@@ -176,7 +173,7 @@ def _check_sum(sums: SlotAccumulators, summary: Summary, reference_norm: float, 
     if not math.isfinite(summary.covered_norm):
         return  # a diverged update is recorded as it is
     tolerance = math.sqrt(sums.eps)
-    if not summary.gap <= tolerance * max(summary.finite_norm, reference_norm):
+    if not summary.gap <= tolerance * summary.added_norm(sums.eps):
         worst = ", ".join(f"'{parameter}' ({gap:.2g})" for parameter, gap in sums.largest_gaps(3))
         raise ProbeError(
             f"step(): policy '{name}': the slot gradients miss autograd's gradient by {summary.residual:.2g} "

@@ -63,7 +63,6 @@ class Updates:
         self._labels = tuple(labels)
         self._layout = layout
         self._waiting: dict[str, list[RowBatch]] = {policy: [] for policy in layout.policies}
-        self._largest_norm = dict.fromkeys(layout.policies, 0.0)
         self.processes = Processes(model, layout)
         self._halves = self._fresh_halves()
         self._policy_of_slot = {
@@ -246,13 +245,11 @@ class Updates:
             self._slots,
             optimizer,
             labels=self._labels,
-            reference_norm=self._largest_norm[policy],
             agreed=agreed,
         )
         if agreed.conflict:
             self._halves[policy].go_by_name()
         self.residuals[policy] = summary.residual
-        self._largest_norm[policy] = max(self._largest_norm[policy], summary.finite_norm)
         self.gathering.close(sums, self._waiting[policy], record, scale=scales.sums)
         self._waiting[policy] = []
         self._halves[policy].clear()
@@ -260,7 +257,7 @@ class Updates:
         if scales.sums != 1 and not math.isfinite(summary.grad_norm):
             record.scalars["skipped"] = 1.0  # the scaler will leave the step out
         sums.close()
-        return Pending(record, sums, summary.finite_norm)
+        return Pending(record, sums, summary.added_norm(sums.eps))
 
     def _make_room(self, optimizer: torch.optim.Optimizer) -> None:
         """Forgets the updates before this one of the policies that an optimizer drives."""

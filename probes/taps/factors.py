@@ -61,6 +61,7 @@ def add_factors(
         The sum over blocks of each parameter's gradient; None without `totals`.
     """
     span, fresh = into.receive([factors.parameter for factors in layer])
+    into.terms.note([(factors.left, factors.right) for factors in layer])
     if not cut.places:
         return [torch.zeros_like(factors.parameter) for factors in layer] if totals else None
     if cut.order is not None:

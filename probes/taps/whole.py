@@ -41,6 +41,7 @@ def add_whole(
         if len(places) > 1:  # of one slot, but of several halves or labels
             into.undivided |= slots
         into.separate(parameter)[min(places)].add_(gradient)
+        into.terms.note([(gradient.reshape(1, -1), None)])
 
 
 def check_policy(batches: Sequence[RowBatch], into: SlotAccumulators) -> None:
