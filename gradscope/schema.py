@@ -8,6 +8,7 @@ table. Floats are missing as NaN, counts and flags as -1, strings as the empty s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,11 @@ class Table:
     dim: str
     description: str
     variables: tuple[Variable, ...]
+
+    @property
+    def by_name(self) -> Mapping[str, Variable]:
+        """The variables by their names."""
+        return _BY_NAME[self.name]
 
     def variable(self, name: str) -> Variable | None:
         """Returns the variable called `name`, or None."""
