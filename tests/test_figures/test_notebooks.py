@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jupytext
 import nbformat
@@ -33,12 +34,21 @@ def test_the_pair_agrees_and_holds_no_outputs(script):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.stem)
 def test_it_runs(script):
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     notebook = jupytext.read(script)
-    client = NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER.parent)}}
-    )
-    client.execute(env={**os.environ, "PYTHONWARNINGS": "error"})
+    # Sockets by name: a port that is free when it is chosen may be taken when the kernel asks for it.
+    with TemporaryDirectory() as folder:
+        sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}
+        client = NotebookClient(
+            notebook,
+            config=Config(KernelManager=sockets),
+            kernel_name="python3",
+            timeout=240,
+            startup_timeout=240,
+            resources={"metadata": {"path": str(FOLDER.parent)}},
+        )
+        client.execute(env={**os.environ, "PYTHONWARNINGS": "error"})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     errors = [output for output in outputs if output.get("name") == "stderr"]
     assert errors == []
