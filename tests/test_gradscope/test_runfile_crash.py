@@ -57,11 +57,13 @@ for line in sys.stdin:
 
 @contextmanager
 def server():
-    """Yields a function that lets a writer run for some seconds and returns the steps it acknowledged."""
+    """Yields a function that kills a writer some seconds after its `least`-th step and returns the steps it
+    acknowledged; with none to wait for it may die before it has begun.
+    """
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-        def kill_at(path, delay, *, first=0, every=7, child=False):
+        def kill_at(path, delay, *, least=0, first=0, every=7, child=False):
             acknowledged = path.with_name(f"{path.name}.acknowledged")
             acknowledged.unlink(missing_ok=True)
             order = {
@@ -71,6 +73,10 @@ def server():
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             pid = int(process.stdout.readline())
+            deadline = time.monotonic() + 120
+            while least and not (acknowledged.exists() and acknowledged.stat().st_size >= 8 * least):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             time.sleep(delay)
             os.kill(pid, signal.SIGKILL)
             assert process.stdout.readline() == "ended\n"
@@ -141,6 +147,7 @@ def kill_many(folder, num_kills, *, seed):
             steps = kill_at(
                 path,
                 rng.uniform(0, 0.15 if state != "compacting" else 0.5),
+                least=int(rng.integers(20, 60)) if number % 2 else 0,
                 first=first,
                 every=int(rng.integers(2, 40)) if state != "compacting" else 3,
                 child=state == "compacting",
@@ -167,7 +174,7 @@ def test_killed_and_resumed_twenty_times(tmp_path):
     first, num_started = 0, 0
     with server() as kill_at:
         for _ in range(20):
-            steps = kill_at(tmp_path / "run", rng.uniform(0.02, 0.2), first=first, every=5)
+            steps = kill_at(tmp_path / "run", rng.uniform(0, 0.2), least=1, first=first, every=5)
             num_started += bool(steps)
             check(tmp_path / "run", steps, kept=first)
             there = open_run(tmp_path / "run")["train"]["step"].values
