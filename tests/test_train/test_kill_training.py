@@ -64,8 +64,9 @@ def test_a_killed_run_is_whole_and_can_go_on(tmp_path):
     folder = tmp_path / "run"
     told = killed_run(folder, 0.7)
     assert_whole(folder, told)
-    config = load_config("voting-shared-stack_code", [*SETTINGS, "train.steps=62"])
+    last = 2 + open_run(folder)["train"].sizes["step"]
+    config = load_config("voting-shared-stack_code", [*SETTINGS, f"train.steps={last}"])
     with pytest.raises(RunFileError, match="holds a run already"):
         run(config, out=folder)
-    assert run(config, out=folder, resume=True).step == 62
-    assert open_run(folder)["train"]["step"].values.tolist() == list(range(1, 63))
+    assert run(config, out=folder, resume=True).step == last
+    assert open_run(folder)["train"]["step"].values.tolist() == list(range(1, last + 1))
