@@ -13,7 +13,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small():
     """Returns a maker of configurations that train in a second: a cell and further overrides."""
     from gradscope.train import load_config

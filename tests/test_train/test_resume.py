@@ -1,5 +1,6 @@
 """Going on with a run: what it must keep, which checkpoint it takes, and what is lost when files go."""
 
+import itertools
 import shutil
 
 import pytest
@@ -22,11 +23,16 @@ def kinds(folder):
     return list(gradscope.open_run(folder)["events"]["kind"].values)
 
 
-@pytest.fixture
-def finished(small, tmp_path):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def trained(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
     run(small(CELL, *QUIET), out=folder)
     return folder
+
+
+@pytest.fixture
+def finished(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +114,18 @@ def test_a_run_that_never_left_its_start_begins_again(small, tmp_path):
     assert run(small(CELL, *QUIET, "train.steps=1"), out=tmp_path, resume=True).step == 1
 
 
-@pytest.mark.parametrize("file", ["shared/adapter_model.safetensors", "shared/optimizer.pt", "state.json"])
-@pytest.mark.parametrize("garbage", [b"", b"garbage\n" * 30, b"{}"])
+WEIGHTS, MOMENTS, STATE = "shared/adapter_model.safetensors", "shared/optimizer.pt", "state.json"
+EMPTY, GARBAGE, OBJECT = b"", b"garbage\n" * 30, b"{}"
+IN_SHORT = {(WEIGHTS, EMPTY), (MOMENTS, GARBAGE), (STATE, OBJECT), (STATE, EMPTY)}
+
+
+@pytest.mark.parametrize(
+    ("file", "garbage"),
+    [
+        pytest.param(*pair, marks=() if pair in IN_SHORT else pytest.mark.slow)
+        for pair in itertools.product((WEIGHTS, MOMENTS, STATE), (EMPTY, GARBAGE, OBJECT))
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over(small, finished, file, garbage):
     (finished / "checkpoints" / "step_000004" / file).write_bytes(garbage)
     reports = []
