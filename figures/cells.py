@@ -19,6 +19,8 @@ HOW_IT_RAN = {
 """Sections and keys of a configuration that do not change what is learned, beside every key called `seed`."""
 ROUTING = "policy.routing"
 RUN_ID_LENGTH = 8
+LONGEST_SETTINGS = 60
+"""Characters of a configuration that may stand for a name."""
 SIZE = re.compile(r"\d+(?:\.\d+)?[MB]\b", re.IGNORECASE)
 
 
@@ -121,15 +123,20 @@ def _cell_names(runs: Sequence[xr.DataTree]) -> list[tuple[str, str, str]]:
 
 
 def _words(run: xr.DataTree) -> list[str]:
-    """Returns workflow, scale and task; without those the whole configuration, without one the run's name."""
+    """Returns workflow or trainer, scale and task; without those the configuration.
+
+    Where there is none, or a long one, the run's name.
+    """
     config = _config(run)
-    words = [_title(_plugin(config, "workflow")), _scale(config), _title(_plugin(config, "task"))]
+    how = _plugin(config, "workflow") or _plugin(config, "trainer")
+    words = [_title(how), _scale(config), _title(_plugin(config, "task"))]
     if any(words):
         return [word for word in words if word]
     settings = _settings(run)
-    if set(settings) == {"run"} and run.name:
+    text = ", ".join(f"{key}={value}" for key, value in settings.items())
+    if run.name and (set(settings) == {"run"} or len(text) > LONGEST_SETTINGS):
         return [run.name]
-    return [", ".join(f"{key}={value}" for key, value in settings.items())]
+    return [text]
 
 
 def _refuse_repeats(runs: Sequence[xr.DataTree]) -> None:

@@ -35,7 +35,8 @@ def step(
 ) -> UpdateRecord | list[UpdateRecord] | None:
     """Returns what `Scope.step` does where the optimizer is about to step; None while gradients accumulate.
 
-    Call it after every `accelerator.backward`, before clipping.
+    Call it after every `accelerator.backward`, before clipping. With `mixed_precision='fp16'` numbers are in
+    units of the unscaled loss.
 
     Args:
         accelerator: Of the loop.
@@ -46,7 +47,7 @@ def step(
         ProbeError: As `Scope.step`; or a kind of training that hides gradients.
     """
     check_gradients(accelerator)
-    return scope.step(optimizer) if accelerator.sync_gradients else None
+    return scope.step(optimizer, accelerator.scaler) if accelerator.sync_gradients else None
 
 
 def check_gradients(accelerator: Accelerator) -> None:
@@ -58,7 +59,3 @@ def check_gradients(accelerator: Accelerator) -> None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in HIDES_GRADIENTS:
         raise ProbeError(f"gradients cannot be read under {kind}; use DDP or FSDP2.")
-    if accelerator.scaler is not None:
-        raise ProbeError(
-            "gradients are multiplied by a loss scale that changes (mixed_precision='fp16'); use 'bf16'."
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -43,8 +44,10 @@ class StepWriter(transformers.TrainerCallback):
         self.trainer.gradscope_evaluated.clear()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes the step: a training that is resumed from the checkpoint starts behind it."""
+        """Writes the step, behind which a resumed training starts, and puts the scope's state beside it."""
         self.trainer.gradscope_session.flush()
+        if not args.save_only_model:  # the optimizer's state is not saved either
+            self.trainer.gradscope_session.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 def _accuracy(metrics: Mapping[str, Any], prefix: str, name: str) -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradscope.errors import ProbeError
@@ -23,6 +24,9 @@ from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.update import UpdateRecord
+
+SAVED = "gradscope_scope_{rank}.pt"
+"""File of a checkpoint with the state of one process's scope."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +140,25 @@ class Session:
         ):
             yield
 
-    def measure(self, optimizer: torch.optim.Optimizer, *, step: int) -> None:
-        """Closes the update that `optimizer` is about to make in training step `step`."""
+    def measure(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        step: int,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Closes the update that `optimizer` is about to make in training step `step`.
+
+        Args:
+            optimizer: As the loop holds it.
+            step: The training step.
+            scaler: The loss scaler, where there is one.
+        """
         if self.scope is None:
             return
         self._go_to(step)
         try:
-            found = self.scope.step(optimizer)
+            found = self.scope.step(optimizer, scaler)
         except Exception as error:  # a training goes on without its probe, whatever is wrong with that
             self.scope.detach()
             self.scope = None
@@ -161,6 +177,25 @@ class Session:
             self._go_to(step)
             self._metrics.update(metrics)
 
+    def save(self, checkpoint: Path) -> None:
+        """Writes the scope's state into a trainer's checkpoint, each process its own; nothing without one."""
+        if self.scope is not None and checkpoint.is_dir():
+            state = self.scope.state_dict()
+            torch.save(state, checkpoint / SAVED.format(rank=state["rank"]))
+
+    def resume(self, checkpoint: str | Path | None) -> None:
+        """Goes on with the momenta of the roles in a checkpoint; called once after `begin`.
+
+        Where the checkpoint has none, or those of another model or other slots, momentum counts as carried.
+        """
+        path = self._saved(checkpoint)
+        if self.scope is None or path is None:
+            return
+        try:
+            self.scope.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        except ProbeError as error:
+            warnings.warn(f"the momentum of {path.parent} counts as carried: {error}", stacklevel=3)
+
     def event(self, step: int, kind: str, message: str) -> None:
         """Writes an event."""
         if self._writer is not None:
@@ -172,6 +207,13 @@ class Session:
             self._writer.append_evaluation(
                 step, num_correct=round(fraction * num_total), num_total=num_total, dataset=dataset
             )
+
+    @staticmethod
+    def _saved(checkpoint: str | Path | None) -> Path | None:
+        if checkpoint is None:
+            return None
+        path = Path(checkpoint) / SAVED.format(rank=dist.get_rank() if dist.is_initialized() else 0)
+        return path if path.exists() else None
 
     def flush(self) -> None:
         """Writes the step that was put together; its optimizer has filled in the attribution since."""

@@ -28,6 +28,7 @@ from gradscope.probes.integrations.callback import StepWriter
 from gradscope.probes.integrations.examples import Column, RowSource
 from gradscope.probes.integrations.processes import joined
 from gradscope.probes.integrations.session import Plan, Session, Training
+from gradscope.probes.integrations.settings import run_settings
 from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 
@@ -167,6 +168,7 @@ class MeasuredTrainer(transformers.Trainer):
     gradscope_session: Session
     gradscope_loss: torch.Tensor | None
     gradscope_evaluated: dict[str, int]
+    gradscope_checkpoint: str | None = None
     data_collator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -234,17 +236,24 @@ class MeasuredTrainer(transformers.Trainer):
         finally:
             self.remove_callback(callback)
         self.gradscope_session.end()
+        self.gradscope_checkpoint = None
         return result
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.gradscope_checkpoint = checkpoint  # the scope's state lies beside the optimizer's
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs one micro-batch; measures the update that it completes."""
         session = self.gradscope_session
         if not session.began:
             session.begin(self.model, self._gradscope_training())
+            session.resume(self.gradscope_checkpoint)
         loss = self.gradscope_micro_batch(model, inputs, *args, **kwargs)
         self.gradscope_loss = loss if self.gradscope_loss is None else self.gradscope_loss + loss
         if self.accelerator.sync_gradients:
-            session.measure(self.optimizer, step=self.state.global_step + 1)
+            scaler = self.accelerator.scaler
+            session.measure(self.optimizer, step=self.state.global_step + 1, scaler=scaler)
         return loss
 
     def gradscope_micro_batch(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -276,7 +285,7 @@ class MeasuredTrainer(transformers.Trainer):
         return Training(
             step=self.state.global_step,
             seed=self.args.seed,
-            config=self.args.to_sanitized_dict(),
+            config=run_settings(self),
             world_size=self.args.world_size,
             writes=self.is_world_process_zero(),
         )

@@ -184,7 +184,10 @@ class MeasuredGRPO(MeasuredTrainer):
         """Returns 1 for rows whose last token ends nothing, `[B]`."""
         ids, mask = output["completion_ids"], output["completion_mask"]
         last = ids.gather(1, (mask.sum(1, keepdim=True) - 1).clamp(min=0)).squeeze(1)
-        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=ids.device)
+        known = getattr(self, "eos_token_ids", None) or [
+            self._tokenizer.eos_token_id
+        ]  # several in later versions
+        ends = torch.tensor([*known, self._tokenizer.pad_token_id], device=ids.device)
         return (~torch.isin(last, ends)).double()
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:

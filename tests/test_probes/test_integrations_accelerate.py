@@ -26,14 +26,20 @@ def fresh_state():
 class Run:
     """A loop of three updates of two micro-batches, with or without a probe."""
 
-    def __init__(self, nano, *, probe, attach_first=True, dtype=torch.float64, mixed_precision="no"):
+    def __init__(
+        self, nano, *, probe, attach_first=True, dtype=torch.float64, mixed_precision="no", scaler=None
+    ):
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision
         )
+        self.accelerator.scaler = scaler
         model = nano.lora(dtype=dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         self.scope = probes.attach(model, nano.slots) if probe and attach_first else None
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if scaler is not None:  # what accelerate makes of fp16, which it refuses on a CPU
+            self.accelerator.native_amp = True
+            self.accelerator.state._mixed_precision = "fp16"
         if probe and not attach_first:
             self.scope = probes.attach(self.accelerator.unwrap_model(self.model), nano.slots)
         self.records, self.updates = [], []
@@ -97,8 +103,30 @@ def test_bf16_adds_up_to_autograds_gradient(nano):
     assert probed.scope.residuals["default"] <= 3e-3
 
 
+def test_a_loss_scale_that_changes_is_taken_out(nano):
+    """In float64 powers of two change nothing, so that the records must be those of a loop without."""
+    loops = {}
+    for name, scale in (("plain", None), ("probed", None), ("scaled", 1024.0)):
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
+        loops[name] = Run(nano, probe=name != "plain", scaler=scaler)
+    assert scaler.get_scale() == 1024 * 2**UPDATES
+    expected = loops["plain"].weights()
+    assert all(torch.equal(found, expected[name]) for name, found in loops["scaled"].weights().items())
+    for record, scaled in zip(loops["probed"].records, loops["scaled"].records, strict=True):
+        np.testing.assert_allclose(scaled.gram, record.gram, rtol=1e-12)
+        np.testing.assert_allclose(scaled.update_gram, record.update_gram, rtol=1e-9, atol=1e-16)
+        assert scaled.scalars["grad_norm"] == pytest.approx(record.scalars["grad_norm"], rel=1e-12)
+        assert scaled.attribution_residual <= 1e-10
+
+
+def test_a_step_that_the_scaler_leaves_out_is_said_to_be_skipped(nano):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    run = Run(nano, probe=True, dtype=torch.float32, scaler=scaler)
+    assert run.records[0].scalars["skipped"] == 1.0
+
+
 def test_gradients_that_cannot_be_read_are_refused(nano):
     run = Run(nano, probe=True)
-    run.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ProbeError, match=r"mixed_precision='fp16'\); use 'bf16'"):
+    run.accelerator.state.distributed_type = "DistributedType.DEEPSPEED"
+    with pytest.raises(ProbeError, match="gradients cannot be read under DEEPSPEED; use DDP or FSDP2"):
         step(run.accelerator, run.scope, run.optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from gradscope import diagnose, open_run
 from gradscope.errors import ProbeError
+from gradscope.figures.cells import group_cells
 from gradscope.probes.integrations.transformers import instrument
 
 SLOTS = {"solver/0": "solver", "solver/1": "solver", "judge/0": "judge"}
@@ -167,6 +170,78 @@ def test_a_training_that_is_resumed_goes_on_in_the_same_run_file(nano, tmp_path)
     run = open_run(tmp_path / "run")
     assert run["train"]["step"].values.tolist() == [1, 2, 3, 4]
     assert run["train"]["segment"].values.tolist() == [0, 0, 1, 1]
+
+
+def test_a_resumed_training_knows_whose_momentum_it_goes_on_with(nano, tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options = {"slots": SLOTS, "problem_of": "problem"}
+    whole = instrument(make(nano, tmp_path / "out", **arguments), writer=tmp_path / "whole", **options)
+    whole.train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    resumed = instrument(make(nano, tmp_path / "out", **arguments), writer=tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    runs = [open_run(tmp_path / name)["updates"] for name in ("whole", "resumed")]
+    assert [run["step"].values.tolist() for run in runs] == [[1, 2, 3, 4], [3, 4]]
+    expected, found = (run.isel(update=slice(-2, None)) for run in runs)
+    for name in ("gram", "update_gram", "effect", "dot_previous_update", "dot_ema"):
+        np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-9, err_msg=name)
+    assert (expected["update_gram"].values != 0).any()
+
+
+def test_momentum_of_other_slots_counts_as_carried(nano, tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2}
+    first = instrument(make(nano, tmp_path / "out", **arguments), slots=SLOTS, writer=tmp_path / "run")
+    first.train()
+    other = {name: name for name in SLOTS}
+    again = instrument(make(nano, tmp_path / "out", **arguments), slots=other, writer=tmp_path / "other")
+    with pytest.warns(UserWarning, match="counts as carried: load_state_dict"):
+        again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert open_run(tmp_path / "other")["updates"]["step"].values.tolist() == [3]
+
+
+def test_a_loss_scale_is_taken_out(nano, tmp_path):
+    """In float64 powers of two change nothing, so that the records must be those of a run without."""
+    grams = []
+    for name, scale in (("plain", None), ("scaled", 512.0)):
+        trainer = instrument(
+            make(nano, tmp_path / "out", max_grad_norm=0), slots=SLOTS, writer=tmp_path / name
+        )
+        if scale:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
+        trainer.train()
+        updates = open_run(tmp_path / name)["updates"]
+        grams.append([updates[name].values for name in ("gram", "update_gram", "grad_norm", "loss_weight")])
+    assert trainer.accelerator.scaler.get_scale() == 512 * 2**3
+    for plain, scaled in zip(*grams, strict=True):
+        np.testing.assert_allclose(scaled, plain, rtol=1e-6)
+
+
+def test_settings_are_few_and_how_it_ran_makes_no_other_cell(nano, tmp_path):
+    configs, runs = [], []
+    for place, extra in enumerate(({}, {"seed": 8, "logging_steps": 1}, {"learning_rate": 0.5})):
+        trainer = instrument(
+            make(nano, tmp_path / f"out{place}", max_steps=1, **extra),
+            slots=SLOTS,
+            writer=tmp_path / f"run{place}",
+        )
+        trainer.train()
+        runs.append(open_run(tmp_path / f"run{place}"))
+        configs.append(json.loads(runs[-1].attrs["config_json"]))
+    assert configs[0]["trainer"] == {"name": "Trainer"}
+    assert configs[0]["adapter"]["default"]["r"] == 4
+    assert configs[0]["train"] == {
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.05,
+        "max_steps": 1,
+        "per_device_train_batch_size": ROWS,
+    }
+    cells = group_cells(runs)
+    assert [len(cell.runs) for cell in cells] == [2, 1]
+    assert [cell.name for cell in cells] == [
+        "Trainer-SP-Qwen3ForCausalLM (train.learning_rate=0.01)",
+        "Trainer-SP-Qwen3ForCausalLM (train.learning_rate=0.5)",
+    ]
 
 
 def test_a_class_is_instrumented_too(nano, tmp_path):
