@@ -92,6 +92,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_two_processes_write_one_run_file_of_all_rows(tmp_path):
     import torch
 
@@ -105,7 +106,7 @@ def test_two_processes_write_one_run_file_of_all_rows(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     run = open_run(tmp_path / "run")

@@ -63,8 +63,6 @@ def group(tmp_path: Path) -> Group:
 
 TWO_RANKS = (
     "ddp_lora_attached_before",
-    "ddp_full_attached_after",
-    "fsdp_lora_attached_before",
     "fsdp_full_attached_after",
     "fsdp_full_attached_to_shards",
     "evidence_of_modules_and_rows",
@@ -90,14 +88,21 @@ def test_two_ranks(group):
     group.check(2, *TWO_RANKS)
 
 
+@pytest.mark.slow
+def test_two_ranks_in_other_ways(group):
+    group.check(2, "ddp_full_attached_after", "fsdp_lora_attached_before")
+
+
 def test_four_ranks(group):
-    group.check(4, "ddp_full_attached_after", "fsdp_full_attached_to_shards", "hybrid_shards")
+    group.check(4, "hybrid_shards")
 
 
 @pytest.mark.slow
 def test_four_ranks_in_other_ways(group):
     group.check(
         4,
+        "ddp_full_attached_after",
+        "fsdp_full_attached_to_shards",
         "ddp_lora_attached_before",
         "fsdp_lora_attached_before",
         "fsdp_full_attached_after",
@@ -110,12 +115,13 @@ def test_four_ranks_in_other_ways(group):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_torchrun(root, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = root / "examples" / "instrument_ddp.py"
     environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
     subprocess.run(
-        [*command, str(script), str(tmp_path / "run")], env=environment, check=True, timeout=250, cwd=root
+        [*command, str(script), str(tmp_path / "run")], env=environment, check=True, timeout=600, cwd=root
     )
     updates = open_run(tmp_path / "run")["updates"]
     assert updates["step"].values.tolist() == [1, 2, 3, 4]
