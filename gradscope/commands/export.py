@@ -26,3 +26,5 @@ def export(
 
     made = export_run(run, to, out=out, project=project, name=name)
     typer.echo(f"{made.where}: {made.num_rows} rows of {made.num_names} scalars")
+    for note in made.notes:
+        typer.echo(f"  {note}")

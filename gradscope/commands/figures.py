@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+MISSING_GLYPH = r"Glyph .* missing from (current )?font"
+"""Matplotlib's warning of a letter that its font lacks, once for every letter; it draws a box."""
 
 
 def figures(
@@ -30,6 +34,7 @@ def figures(
 
     chosen = {name: FIGURES.get(name) for name in only or FIGURES.names()}
     opened = [open_run(path) for path in runs]
+    warnings.filterwarnings("ignore", MISSING_GLYPH, UserWarning)
     for name, draw in chosen.items():
         try:
             files = draw(opened).save(out, name.replace(":", "."))

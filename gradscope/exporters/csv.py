@@ -17,6 +17,7 @@ class Exporter:
     """CSV, one row a step: every scalar and inner product, numbers in full."""
 
     package: ClassVar[str] = ""
+    holds_about: ClassVar[bool] = False
     holds_products: ClassVar[bool] = True
     default_path: ClassVar[str] = "metrics.csv"
 

@@ -16,6 +16,7 @@ import xarray as xr
 from gradscope.errors import ConfigError, RunFileError
 from gradscope.exporters import EXPORTERS
 from gradscope.exporters.names import evaluation_values, gradient_values, train_values, update_values
+from gradscope.exporters.omissions import left_out
 from gradscope.exporters.sink import Sink, Target
 from gradscope.runfile import UpdateRecord, open_run
 from gradscope.schema import TABLES
@@ -31,11 +32,13 @@ class Exported:
         where: File or folder, or project and run.
         num_rows: Rows.
         num_names: Different scalars.
+        notes: What of the run does not go there, one sentence each.
     """
 
     where: str
     num_rows: int
     num_names: int
+    notes: tuple[str, ...]
 
 
 def export_run(
@@ -49,8 +52,8 @@ def export_run(
 ) -> Exported:
     """Writes a run's scalars for another tool.
 
-    Tables (csv, parquet) get inner products too and read back to an equal run; trackers get norms, shares
-    and coherences in their place.
+    Tables (csv, parquet) get inner products of gradients too, so that a run read back is judged alike;
+    trackers get norms, shares and coherences in their place. What goes nowhere stands in the notes.
 
     Args:
         run: An opened run, or its path.
@@ -79,7 +82,9 @@ def export_run(
     finally:
         sink.close()
     where = str(path) if exporter.default_path else f"{project}/{sink.run_id}"
-    return Exported(where, len(rows), len({key for _, _, values in rows for key in values}))
+    num_names = len({key for _, _, values in rows for key in values})
+    about = None if exporter.holds_about else _about(opened)
+    return Exported(where, len(rows), num_names, tuple(left_out(opened, about)))
 
 
 def _checked_out(out: str | Path | None, to: str, *, needed: bool) -> Path:

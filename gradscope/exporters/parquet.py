@@ -18,6 +18,7 @@ class Exporter:
     """Parquet, one row a step: every scalar and inner product, slots and policies as metadata."""
 
     package: ClassVar[str] = "pyarrow"
+    holds_about: ClassVar[bool] = True
     holds_products: ClassVar[bool] = True
     default_path: ClassVar[str] = "metrics.parquet"
 

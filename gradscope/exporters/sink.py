@@ -40,12 +40,14 @@ class Sink(Protocol):
 
     Attributes:
         package: What it needs installed; empty for nothing.
+        holds_about: Whether it keeps `Target.about`, texts that is.
         holds_products: Whether it is a table, which takes inner products; else it gets norms and shares.
         default_path: Name of what it writes in a run directory; empty for one that writes elsewhere.
         run_id: By which a run that goes on finds its place again; empty where the path does that.
     """
 
     package: ClassVar[str]
+    holds_about: ClassVar[bool]
     holds_products: ClassVar[bool]
     default_path: ClassVar[str]
     run_id: str

@@ -13,6 +13,7 @@ class Exporter:
     """TensorBoard event files in a folder; 32-bit floats, as TensorBoard keeps them."""
 
     package: ClassVar[str] = "tensorboard"
+    holds_about: ClassVar[bool] = False
     holds_products: ClassVar[bool] = False
     default_path: ClassVar[str] = "tensorboard"
 

@@ -15,6 +15,7 @@ class Exporter:
     """Trackio run of a project, in the folder that TRACKIO_DIR names."""
 
     package: ClassVar[str] = "trackio"
+    holds_about: ClassVar[bool] = True
     holds_products: ClassVar[bool] = False
     default_path: ClassVar[str] = ""
 

@@ -13,6 +13,7 @@ class Exporter:
     """Weights & Biases run of a project; WANDB_MODE=offline keeps it here until 'wandb sync'."""
 
     package: ClassVar[str] = "wandb"
+    holds_about: ClassVar[bool] = True
     holds_products: ClassVar[bool] = False
     default_path: ClassVar[str] = ""
 

@@ -18,7 +18,7 @@ from gradscope.importers.scores import Score, Totals
 from gradscope.importers.steps import step_of
 from gradscope.runfile import RunWriter
 
-KEPT_AS_USER = r".*is not in the schema; it is kept as /user/"
+KEPT_AS_USER = r"(?s).*is not in the schema; it is kept as /user/"
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def free_names(keys: Iterable[str], read: Reader) -> tuple[dict[str, str], list[
         while taken.setdefault(_stored(name), key) != key:
             count += 1
             name = f"{stem}_{count}"
-        if count > 1:
+        if count > 1 and not read(key).metric:
             renamed.append(key)
         names[key] = name
     return names, renamed

@@ -19,7 +19,9 @@ class Importer:
     def recognises(self, source: str) -> bool:
         """Returns whether it is a file called `.parquet`, or a folder that holds some."""
         path = Path(source)
-        return (path.is_file() and path.suffix == ".parquet") or (path.is_dir() and bool(_files(path)))
+        return (path.is_file() and path.suffix in {".parquet", ".pq"}) or (
+            path.is_dir() and bool(_files(path))
+        )
 
     def read(self, source: str, settings: Settings) -> ForeignLog:
         """Returns the rows; nulls are absent.

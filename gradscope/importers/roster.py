@@ -143,8 +143,8 @@ def _refuse_parts(meanings: Sequence[Meaning], people: Roster, source: str) -> N
         if len(set(own)) > 1:
             raise DataError(
                 f"{source}: {listed(own)} have a gradient norm each but share the policy '{policy}', of "
-                "which a run file holds one norm, that of their sum. Give them policies of their own, or leave "
-                "the norms out."
+                "which a run file holds one norm, that of their sum. Give them policies of their own, or "
+                "leave the norms out."
             )
 
 

@@ -11,6 +11,7 @@ from gradscope.importers.columns import COUNTERS, STEPS, TIMES
 from gradscope.importers.dialect import Meaning
 from gradscope.importers.log import ForeignLog, Row
 from gradscope.runfile.columns import number
+from gradscope.runfile.writer import LARGEST_STEP
 
 LOGGED_STEPS = tuple(name for name in STEPS if name not in COUNTERS)
 MOST_SEGMENTS = 100
@@ -47,7 +48,7 @@ def with_steps(log: ForeignLog, source: str) -> tuple[list[Row], tuple[str, ...]
     out. Without such a key the counter is taken, which the note says.
 
     Raises:
-        DataError: No row has a step, or a step is no whole number.
+        DataError: No row has a step, or a step is no whole number or too large.
     """
     rows, notes = list(log.rows), []
     keys = {key for row in rows for key in row.values}
@@ -67,6 +68,11 @@ def with_steps(log: ForeignLog, source: str) -> tuple[list[Row], tuple[str, ...]
     broken = next((row.counter for row in known if row.counter % 1), None)
     if broken is not None:
         raise DataError(f"{source}: step {broken:g} is no whole number. Name the right key with --step.")
+    largest = max(known, key=lambda row: abs(row.counter)).counter
+    if abs(largest) > LARGEST_STEP:
+        raise DataError(
+            f"{source}: step {largest:g} is beyond {LARGEST_STEP}. Name the right key with --step."
+        )
     return known, tuple(notes)
 
 

@@ -1,9 +1,11 @@
 """`gradscope figures`: which files it writes, what it skips and what it refuses."""
 
+import numpy as np
 import pytest
 
 from gradscope import cli
 from gradscope.figures import FIGURES
+from gradscope.runfile import RunWriter, UpdateRecord
 
 
 def call(*arguments):
@@ -65,3 +67,17 @@ def test_a_run_that_is_not_there_is_one_line(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "nothing" in error
     assert error.count("\n") == 1
+
+
+def test_copies_without_products_are_skipped_and_the_rest_is_drawn(tmp_path, capsys):
+    slots = {"验/0": "验", "验/1": "验", "b/0": "b"}
+    with RunWriter(tmp_path / "run", slots=slots, policies={"验": "p", "b": "q"}) as writer:
+        for step in range(1, 9):
+            open_gram = UpdateRecord("p", ("验/0", "验/1"), np.full((2, 2), np.nan))
+            writer.append(step, [open_gram, UpdateRecord("q", ("b/0",), np.array([[4.0]]))])
+    assert call(tmp_path / "run", "-o", tmp_path / "out") == 0
+    captured = capsys.readouterr()
+    assert "figure 'amplification' skipped: copies share a policy, but no products" in captured.err
+    assert "Traceback" not in captured.err
+    assert "Glyph" not in captured.err
+    assert (tmp_path / "out" / "gradient_norms.csv").exists()

@@ -93,6 +93,12 @@ def test_a_norm_whose_square_overflows_keeps_the_norm(tmp_path):
     np.testing.assert_array_equal(run["updates"]["gram"].values.ravel(), [np.nan, 4.0])
 
 
+@pytest.mark.parametrize("step", [2**60, 0.5])
+def test_a_step_that_is_none_is_refused(tmp_path, step):
+    with pytest.raises(gradscope.GradscopeError, match=r"log.jsonl: step .* with --step"):
+        imported(tmp_path, [{"step": own, "loss": 1.0} for own in (1, step)], "log.jsonl")
+
+
 BAD = {
     "deep.jsonl": (b"[" * 100_000 + b"\n", "no known format"),
     "empty.jsonl": (b"", "the file is empty"),

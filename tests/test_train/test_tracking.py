@@ -81,6 +81,13 @@ def test_a_run_is_mirrored_and_goes_on_where_it_was(small, tmp_path, wandb):
     assert (folder / "metrics.jsonl").is_file()
     assert "tracker_failed" not in opened["events"]["kind"].values
 
+    import_run(folder / "metrics.csv", tmp_path / "table.h5")
+    table = gradscope.open_run(tmp_path / "table.h5")
+    assert 0 in opened["eval"]["step"].values  # an evaluation before the first step is no step
+    assert table["train"]["step"].values.tolist() == [1, 2, 3, 4]
+    assert table["eval"]["step"].values.tolist() == opened["eval"]["step"].values.tolist()
+    assert table["eval"]["greedy"].values.tolist() == opened["eval"]["greedy"].values.tolist()
+
     import_run(folder / "tensorboard", tmp_path / "back.h5")
     back = gradscope.open_run(tmp_path / "back.h5")
     np.testing.assert_allclose(back["train"]["loss"], loss, rtol=1e-6)
