@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -28,13 +28,36 @@ GPU_BLOCK_TOKENS = 256
 """Blocks are not split below this number of tokens."""
 
 
+class Step(NamedTuple):
+    """Rows that hold one run for each of neighbouring cells, all of one length.
+
+    Attributes:
+        start: First row.
+        stop: Row after the last.
+        cell: First cell.
+        num_cells: Number of cells.
+        first: Whether nothing was added to these cells before.
+    """
+
+    start: int
+    stop: int
+    cell: int
+    num_cells: int
+    first: bool
+
+    @property
+    def end(self) -> int:
+        """Cell after the last."""
+        return self.cell + self.num_cells
+
+
 @dataclass(frozen=True)
 class Cut:
     """How the rows of one micro-batch are cut into blocks.
 
     Attributes:
         bounds: First row and end of each block, after reordering.
-        places: Cell of each block, counting within the policy.
+        places: Cell of each block, counting within the policy; all cells where there are steps.
         cells: The same on the device, `[B]`.
         order: Rows in the order of the blocks; None where they stay in place.
         filled: Whether an entry of `order` is a row, not padding, `[len(order), 1]`; None where all are.
@@ -42,6 +65,7 @@ class Cut:
         repeats: How often each cell of the policy comes when the blocks go through all of them in order, one
             after the other; 0 where they do not.
         complete: Whether every row is in a block; rows of no slot are in none.
+        steps: Products that add up to the cells', in place of one for each block; empty where there is none.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -52,6 +76,7 @@ class Cut:
     rows: int
     repeats: int
     complete: bool
+    steps: tuple[Step, ...] = ()
 
 
 def cut_rows(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int, numbers: int) -> Cut:
@@ -79,14 +104,17 @@ def cut_rows(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int
 class _Plan:
     bounds: list[tuple[int, int]]
     places: list[int]
-    order: list[int] | None
-    padded: list[bool] | None
+    order: list[int] | None = None
+    padded: list[bool] | None = None
+    steps: tuple[Step, ...] = ()
 
 
 def cut_for_cpu(batch: RowBatch, cells: Cells, *, tokens: int, numbers: int) -> Cut:
     """Equal blocks in place where runs are long enough; else one block a run, or a cell for short runs."""
     place_N = _places(batch, cells)
-    return _finish(_plan_for_cpu(place_N, tokens, numbers), place_N, len(cells), torch.device("cpu"))
+    return _finish(
+        _plan_for_cpu(place_N, len(cells), tokens, numbers), place_N, len(cells), torch.device("cpu")
+    )
 
 
 def cut_for_gpu(batch: RowBatch, cells: Cells, device: torch.device, *, tokens: int, small: bool) -> Cut:
@@ -99,28 +127,53 @@ def _places(batch: RowBatch, cells: Cells) -> list[int]:
     return [cells.local.get(cell, -1) for cell in batch.cell_N]
 
 
-def _plan_for_cpu(place_N: Sequence[int], tokens: int, numbers: int) -> _Plan:
+def _plan_for_cpu(place_N: Sequence[int], num_cells: int, tokens: int, numbers: int) -> _Plan:
     runs = _runs(place_N)
     rows = math.gcd(*(stop - start for _, start, stop in runs))
-    # Blocks that are products of their own, against rows that are copied so that each cell is one product; a
-    # layer of that many numbers is at least twice their root wide.
-    spare = len(place_N) // rows - len(set(place_N))
-    few = spare * numbers <= 2 * len(place_N) * tokens * math.sqrt(numbers)
+    in_order = len(runs) == len(set(place_N))
+    # Ways to deal with rows out of order, in numbers copied: blocks that are products of their own, rows
+    # copied so that each cell is one product (a layer of that many numbers is at least twice their root
+    # wide), and products one after the other that are added up where they belong.
+    blocks = (len(place_N) // rows - len(set(place_N))) * numbers
+    copies = int(2 * len(place_N) * tokens * math.sqrt(numbers))
+    steps = _steps(runs) if not in_order and num_cells * numbers <= BLOCK_NUMBERS else ()
+    if steps and len(steps) * CALL_NUMBERS < min(blocks, copies):
+        return _Plan([(start, stop) for _, start, stop in runs], [place for place, _, _ in runs], steps=steps)
+    few = blocks <= copies
     if -1 not in place_N and rows * tokens >= BLOCK_TOKENS and few:
         bounds = [(start, start + rows) for start in range(0, len(place_N), rows)]
-        return _Plan(bounds, [place_N[start] for start, _ in bounds], None, None)
+        return _Plan(bounds, [place_N[start] for start, _ in bounds])
     order = None
-    in_order = len(runs) == len(set(place_N))
     if not in_order and (not few or len(place_N) * tokens < LONG_RUN_TOKENS * len(runs)):
         order = sorted(range(len(place_N)), key=place_N.__getitem__)
         runs = _runs([place_N[row] for row in order])
     kept = [(place, start, stop) for place, start, stop in runs if place >= 0]
-    return _Plan([(start, stop) for _, start, stop in kept], [place for place, _, _ in kept], order, None)
+    return _Plan([(start, stop) for _, start, stop in kept], [place for place, _, _ in kept], order)
 
 
 LONG_RUN_TOKENS = 256
 """Runs at least this long are multiplied where they stand; copying them into the order of the cells costs
 more than the calls it saves (one call costs about as much as copying 200 tokens of 64 features, on CPU)."""
+CALL_NUMBERS = 1 << 14
+"""How many numbers a CPU copies in the time of one call."""
+
+
+def _steps(runs: Sequence[tuple[int, int, int]]) -> tuple[Step, ...]:
+    """Returns the runs, with those together whose cells follow each other and that are of one length."""
+    steps: list[Step] = []
+    length, seen = 0, set[int]()
+    for place, start, stop in runs:
+        if place < 0:
+            continue
+        first, last = place not in seen, steps[-1] if steps else None
+        seen.add(place)
+        fits = last and (start, place, first) == (last.stop, last.end, last.first)
+        if last and fits and stop - start == length:
+            steps[-1] = last._replace(stop=stop, num_cells=last.num_cells + 1)
+        else:
+            length = stop - start
+            steps.append(Step(start, stop, place, 1, first))
+    return tuple(steps)
 
 
 def _plan_for_gpu(place_N: Sequence[int], num_cells: int, tokens: int, small: bool) -> _Plan:
@@ -130,7 +183,7 @@ def _plan_for_gpu(place_N: Sequence[int], num_cells: int, tokens: int, small: bo
         if small:
             rows = _split(num_rows, rows, tokens)
         bounds = [(start, start + rows) for start in range(0, num_rows, rows)]
-        return _Plan(bounds, [place_N[start] for start, _ in bounds], None, None)
+        return _Plan(bounds, [place_N[start] for start, _ in bounds])
     members: dict[int, list[int]] = {}
     for row in sorted(range(num_rows), key=place_N.__getitem__):
         if place_N[row] >= 0:
@@ -158,9 +211,11 @@ def _split(num_rows: int, rows: int, tokens: int) -> int:
 
 
 def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.device) -> Cut:
-    num_blocks, lengths = len(plan.bounds), {stop - start for start, stop in plan.bounds}
-    repeats = num_blocks // num_cells
-    regular = plan.places == [place for place in range(num_cells) for _ in range(repeats)]
+    # Products that are added up leave one for each cell.
+    parts = list(range(num_cells)) if plan.steps else plan.places
+    lengths = {stop - start for start, stop in plan.bounds}
+    repeats = len(parts) // num_cells
+    regular = parts == [place for place in range(num_cells) for _ in range(repeats)]
     order = None if plan.order is None else torch.tensor(plan.order, device=device, dtype=torch.long)
     padding = plan.padded
     filled = None if padding is None else ~torch.tensor(padding, device=device).unsqueeze(1)
@@ -168,13 +223,14 @@ def _finish(plan: _Plan, place_N: Sequence[int], num_cells: int, device: torch.d
     covers = len(lengths) == 1 and plan.bounds[-1][1] == num_ordered
     return Cut(
         bounds=tuple(plan.bounds),
-        places=tuple(plan.places),
-        cells=torch.tensor(plan.places, device=device, dtype=torch.long),
+        places=tuple(parts),
+        cells=torch.tensor(parts, device=device, dtype=torch.long),
         order=order,
         filled=filled,
         rows=lengths.pop() if covers and _adjoining(plan.bounds) else 0,
         repeats=repeats if regular else 0,
         complete=-1 not in place_N,
+        steps=plan.steps,
     )
 
 

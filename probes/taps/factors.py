@@ -112,13 +112,42 @@ def _masked(x_TF: torch.Tensor, filled_N1: torch.Tensor, tokens: int) -> torch.T
 
 
 def _multiply_blocks(factors: Factors, cut: Cut, tokens: int, out_B: torch.Tensor) -> None:
-    """Writes the product of each block, `[B, *shape]`."""
+    """Writes the product of each block, `[B, *shape]`; with steps that of each cell."""
+    if cut.steps:
+        _add_up(factors, cut, tokens, out_B)
+        return
     if cut.rows:
         _multiply(factors, cut.rows * tokens, out_B)
         return
     for index, (start, stop) in enumerate(cut.bounds):
         length = (stop - start) * tokens
         _multiply(_slice(factors, start * tokens, length), length, out_B[index : index + 1])
+
+
+def _add_up(factors: Factors, cut: Cut, tokens: int, out_C: torch.Tensor) -> None:
+    """Writes the products of cells whose rows stand apart, on a CPU."""
+    _, left, right = factors
+    if right is None:
+        out_C.zero_()
+        for start, stop, cell, num_cells, _ in cut.steps:
+            rows_CLO = left[start * tokens : stop * tokens].reshape(num_cells, -1, left.shape[1])
+            out_C[cell : cell + num_cells] += rows_CLO.sum(1, dtype=out_C.dtype)
+        return
+    wide = left.shape[1] > right.shape[1]  # as in `_multiply`
+    one, two = (part.to(out_C.dtype) for part in ((right, left) if wide else (left, right)))
+    into_C = out_C.new_empty(len(out_C), one.shape[1], two.shape[1]) if wide else out_C
+    for cell in set(cut.places).difference(*(range(step.cell, step.end) for step in cut.steps)):
+        into_C[cell].zero_()
+    for start, stop, cell, num_cells, first in cut.steps:
+        one_CLF = one[start * tokens : stop * tokens].reshape(num_cells, -1, one.shape[1])
+        two_CLF = two[start * tokens : stop * tokens].reshape(num_cells, -1, two.shape[1])
+        part_C = into_C[cell : cell + num_cells]
+        if first:
+            torch.bmm(one_CLF.transpose(1, 2), two_CLF, out=part_C)
+        else:
+            part_C.baddbmm_(one_CLF.transpose(1, 2), two_CLF)
+    if wide:
+        out_C.copy_(into_C.transpose(1, 2))
 
 
 def _slice(factors: Factors, start: int, length: int) -> Factors:

@@ -11,6 +11,7 @@ from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.cells import Cells
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.rows import UNTAGGED, RowBatch
+from gradscope.probes.taps import blocks as blocks_module
 from gradscope.probes.taps import factors as factors_module
 from gradscope.probes.taps.blocks import GPU_BLOCKS, cut_for_cpu, cut_for_gpu, cut_rows
 from gradscope.probes.taps.factors import Factors, add_factors
@@ -99,6 +100,30 @@ def test_sums_and_totals_whatever_the_cut(rows, tokens, side_by_side):
         layer.check(layer.add(cut))
         layer.check(layer.add(cut), times=2)
         assert layer.add(cut, totals=False) is None
+
+
+@pytest.mark.parametrize("rows", ["shuffled", "rows of no slot", "many short runs", "many equal runs"])
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_products_that_are_added_up_where_rows_stand(rows, side_by_side, monkeypatch):
+    monkeypatch.setattr(blocks_module, "CALL_NUMBERS", 0)
+    layer = Layer(ROWS[rows], 9, side_by_side=side_by_side)
+    for factors in layer.factors:  # what an earlier update left there
+        layer.sums.stacked(factors.parameter).fill_(torch.nan)
+    layer.sums.seen.clear()
+    cut = cut_for_cpu(layer.batch, layer.cells, tokens=9, numbers=1 << 16)
+    assert cut.steps
+    assert cut.order is None
+    totals = layer.add(cut)
+    layer.check(totals)
+    layer.check(layer.add(cut), times=2)
+
+
+def test_rows_that_take_turns_are_few_products():
+    layer = Layer([0, 1, 2, 3] * 8, 64)
+    cut = cut_for_cpu(layer.batch, layer.cells, tokens=64, numbers=128 * 384)
+    assert len(cut.steps) == 8
+    in_order = Layer([slot for slot in range(4) for _ in range(8)], 64)
+    assert not cut_for_cpu(in_order.batch, in_order.cells, tokens=64, numbers=128 * 384).steps
 
 
 @pytest.mark.parametrize("rows", ROWS)
