@@ -41,10 +41,11 @@ def columns_of(table: str, rows: Sequence[Row], layout: Layout, notice: Notice) 
     So is a number that its variable cannot hold; `notice` is told.
     """
     columns: Columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    is_single = len(rows) == 1
+    for name in rows[0] if is_single else dict.fromkeys(name for row in rows for name in row):
         variable = layout.variable(table, name)
         assert variable is not None, f"{table}.{name} is not in the layout"
-        ready = _ready(variable, rows[0][name], layout, notice) if len(rows) == 1 else None
+        ready = _ready(variable, rows[0][name], layout, notice) if is_single else None
         if ready is not None:
             columns[name] = ready
             continue
@@ -64,7 +65,7 @@ def _ready(variable: Variable, value: Any, layout: Layout, notice: Notice) -> Co
     if kind is float:
         return np.array([value]) if num_dims == 1 and dtype == "f8" else None
     if kind is int:
-        holds = num_dims == 1 and dtype in ("f8", "i8") and -_SMALL < value < _SMALL
+        holds = num_dims == 1 and dtype in _WIDE and -_SMALL < value < _SMALL
         return np.array([value], dtype) if holds else None
     if kind is dict and dtype == "f8" and tuple(value) == layout.labels[base_dim(variable.dims[1])]:
         numbers = list(value.values())
@@ -151,7 +152,7 @@ def fitted(values: float | NDArray[Any], variable: Variable, notice: Notice) -> 
     if not variable.dtype.startswith("i"):
         return values
     numbers = np.rint(values)
-    if variable.dtype in _WIDE and np.logical_and.reduce(np.abs(numbers) < _SMALL, axis=None):
+    if variable.dtype in _WIDE and all(-_SMALL < each < _SMALL for each in numbers.ravel().tolist()):
         return numbers  # the usual case, several times as fast as what follows
     limits = np.iinfo(variable.dtype)
     # As a float the largest i8 is rounded up to one more, hence `<`.

@@ -6,7 +6,6 @@ their compaction do no harm, since the file says up to which record it is comple
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +66,7 @@ def build(task: Task, target: Path) -> int:
     base = stored or empty_content(journals)
     rows = pending_rows(journals, base)
     attributes = {**task.attributes, "journal_sequence": rows.last_sequence}
-    write_whole(target, _merged(paths, base, rows, attributes, most_spread=task.most_spread))
+    durable.write_whole(target, _merged(paths, base, rows, attributes, most_spread=task.most_spread))
     return rows.num_missing
 
 
@@ -117,26 +116,9 @@ def replace(paths: RunPaths, content: Content) -> None:
     journals = list(paths.journals().values())
     left_behind = paths.left_behind()
     target = paths.temporary()
-    write_whole(target, store.image(content, name=str(target)))
+    durable.write_whole(target, store.image(content, name=str(target)))
     publish(paths, target, lambda: None)
     delete([*journals, *left_behind])
-
-
-def write_whole(target: Path, data: bytes) -> None:
-    """Writes a file and waits until it is on the disk.
-
-    Raises:
-        OSError: The disk is full, say; there is no file `target` then.
-    """
-    descriptor = durable.create(target)
-    try:
-        durable.append_whole(descriptor, data)
-        durable.sync_data(descriptor)
-    except BaseException:
-        durable.remove(target)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def publish(paths: RunPaths, target: Path, claim: Callable[[], None]) -> None:

@@ -81,6 +81,23 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(target: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on the disk.
+
+    Raises:
+        OSError: The disk is full, say; there is no file `target` then.
+    """
+    descriptor = create(target)
+    try:
+        append_whole(descriptor, data)
+        sync_data(descriptor)
+    except BaseException:
+        remove(target)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Puts a text file in its place once all of it is on the disk."""
     scratch = path.with_name(f".{path.name}.tmp")

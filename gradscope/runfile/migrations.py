@@ -15,7 +15,7 @@ import h5py
 from gradscope.errors import RunFileError
 from gradscope.runfile import durable
 from gradscope.runfile.check import version_of
-from gradscope.runfile.compaction import write_whole
+from gradscope.runfile.durable import write_whole
 from gradscope.runfile.load import load, open_unlocked, read_file
 from gradscope.runfile.lock import WriterLock
 from gradscope.runfile.paths import RunPaths

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from gradscope.runfile import durable
 from gradscope.runfile.columns import number
 from gradscope.runfile.update import UpdateRecord
 
@@ -37,8 +38,9 @@ class MetricsMirror:
         self._path = path
         kept, self.num_foreign = ([], 0) if keep_to_step is None else _lines_up_to(path, keep_to_step)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_bytes(b"".join(kept))
-        os.replace(temporary, path)
+        durable.write_whole(temporary, b"".join(kept))
+        durable.rename(temporary, path)
+        durable.sync(path.parent)
         self._open()
 
     @property

@@ -10,9 +10,9 @@ from typing import Any
 from gradscope.errors import RunFileError
 from gradscope.runfile import store
 from gradscope.runfile.batch import Batch, num_rows, select
-from gradscope.runfile.compaction import write_whole
 from gradscope.runfile.content import Content, Superseded, spanned
 from gradscope.runfile.damage import num_records, of_journals
+from gradscope.runfile.durable import write_whole
 from gradscope.runfile.journals import Journal, journals_of_run, scan_files
 from gradscope.runfile.load import empty_content, pending_rows, read_file
 from gradscope.runfile.paths import RunPaths
