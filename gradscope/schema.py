@@ -206,7 +206,7 @@ _TABLES = (
         "gram | slot slot_b | f8 | 1 | inner products of the slots' gradients",
         "gram_cross | slot slot_b | f8 | 1 | products between halves of the update's problems",
         "update_gram | contributor contributor_b | f8 | 1 | inner products of the applied contributions",
-        "effect | role contributor | f8 | 1 | first-order effect of a contribution on a role's loss",
+        "effect | role contributor | f8 | 1 | first-order fall of a role's loss by a contribution",
         "influence | slot contributor | f8 | nat | divergence of the slot's replies by a contribution",
     ),
     _table(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradscope.probes.cell_products import cell_products
 from gradscope.probes.cells import Cells
-from gradscope.probes.products_in_chunks import products
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.scaling import Scales
 from gradscope.probes.segments import Segment, segments_of
@@ -289,5 +289,5 @@ class SlotAccumulators:
             gradient = segment.gather(self._gradient, self.reduction, sums.dtype)
             if self._gradient_scale != 1:
                 gradient = gradient * self._gradient_scale
-            result += products(sums, gradient)
+            result += cell_products(sums, gradient)
         return result

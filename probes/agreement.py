@@ -19,6 +19,7 @@ from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.halves import Halves, find_conflict
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.rows import RowBatch
+from gradscope.probes.strangers import driven_by
 from gradscope.probes.targets import Layout, Policy
 
 
@@ -81,12 +82,7 @@ def driven_policies(optimizer: torch.optim.Optimizer, layout: Layout) -> list[Po
     Raises:
         ProbeError: It holds none.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    driven = [
-        policy
-        for policy in layout.policies.values()
-        if any(id(parameter) in held for parameter in policy.covered.values())
-    ]
+    driven = driven_by(optimizer, layout)
     if not driven:
         raise ProbeError(
             f"step(): the optimizer holds no parameter of the policies {', '.join(layout.policies)}; pass "

@@ -178,8 +178,9 @@ def _check_sum(sums: SlotAccumulators, summary: Summary, agreed: Agreed) -> None
         raise ProbeError(
             f"step(): policy '{name}': the slot gradients miss autograd's gradient by {summary.residual:.2g} "
             f"of its norm (allowed about {tolerance:.1g}), most at {worst}. A forward pass outside rows(), "
-            "gradients not zeroed between updates, clipped, unscaled or averaged before step(), or a use of "
-            "the weights that no module call shows."
+            "gradients not zeroed between updates, clipped, unscaled or averaged before step(), a backward "
+            "pass beside backward() that leaves .grad alone (torch.autograd.grad), or a use of the weights "
+            "that no module call shows."
         )
 
 

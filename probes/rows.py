@@ -133,6 +133,12 @@ class RowBatch:
             self._seen_packed = packed
         return packed
 
+    @property
+    def repeats_ids(self) -> bool:
+        """Whether rows that are not packed share an id; None is none."""
+        ids = [name for name in self.row_ids or () if name is not None]
+        return self._seen_packed is False and len(set(ids)) < len(ids)
+
     def shared(self, row_axes: Sequence[int]) -> bool:
         """Whether one row stands for all: a single one where earlier modules saw as many as announced."""
         return self._seen_packed is False and len(self) > 1 and tuple(row_axes[:1]) == (1,)

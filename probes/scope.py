@@ -116,9 +116,8 @@ class Scope:
         The slots are exact only if each slot's loss depends on its own rows alone, and no row carries two
         slots. Everything is a plain sequence on the host with one entry for each row: no device waits for it.
         For packed rows (`[1, T, ...]`) an entry stands for each token, and `row_ids` tell neighbouring rows
-        of one slot apart.
-
-        Rows that the loop spares a forward pass since their loss is zero may be announced in an empty block.
+        of one slot apart. Rows are axis 0: a time-major `[T, N, ...]` with T = N gives wrong slots unseen.
+        Rows count also where their loss is dropped; those of zero loss may be announced in an empty block.
 
         Args:
             slot_of_each_row: Slot name of each row that enters the model, in its order; None for a row of no
@@ -260,6 +259,7 @@ class Scope:
 
         In data-parallel training every process has those of its own pieces of the parameters, and saves them.
         It holds tensors, numbers and names only, as `torch.load` takes them with `weights_only=True`.
+        ProbeError where rows were announced since the last step.
         """
         self._require_attached("state_dict")
         return self._updates.state()

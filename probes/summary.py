@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gradscope.probes.cells import Cells
 
 CANCELLED = 8.0
-"""Rounding steps of the terms, root of summed squares, that sums and autograd may differ by. Where terms cancel
-exactly, at most 2.4 were measured: float64 to bfloat16, autocast, one call or several."""
+"""Rounding steps of the terms, root of summed squares, that sums and autograd may differ by. Where terms
+cancel exactly, at most 2.4 were measured: float64 to bfloat16, autocast, one call or several."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How large the terms are that gradients are added up from: what rounding is judged by where sums cancel.
 
 Rows of opposite advantage may cancel within a slot, so that the sums and autograd's gradient are both left
-with rounding of the terms dy_t x_t', and differ by as much as they are. The root of the terms' summed squares,
-sqrt(sum_t |dy_t|^2 |x_t|^2), is estimated from some tokens, as sqrt(T mean |dy_t|^2 mean |x_t|^2).
+with rounding of the terms dy_t x_t', and differ by as much as they are. The root of the terms' summed
+squares, sqrt(sum_t |dy_t|^2 |x_t|^2), is estimated from some tokens as sqrt(T mean |dy_t|^2 mean |x_t|^2).
 
 Legend: T tokens.
 """

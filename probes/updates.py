@@ -20,10 +20,13 @@ from gradscope.probes.distributed import Processes
 from gradscope.probes.evidence.gathering import Gathering
 from gradscope.probes.evidence.settings import Evidence
 from gradscope.probes.halves import Halves, first_half
+from gradscope.probes.order import StepOrder
 from gradscope.probes.record import check_policy_without_rows, make_record
 from gradscope.probes.reduction import Reduction
+from gradscope.probes.resuming import go_on, state_of
 from gradscope.probes.rows import RowBatch
 from gradscope.probes.scaling import Scales, read_scales
+from gradscope.probes.strangers import check_still_there, driven_by, find_strangers, told_of_strangers
 from gradscope.probes.taps.capture import Collector
 from gradscope.probes.targets import Layout
 from gradscope.runfile.update import UpdateRecord
@@ -45,6 +48,7 @@ class Updates:
         processes: The other processes, where there are any.
         attributor: Follows the optimizers.
         gathering: Fills in what else records hold.
+        order: Sees optimizers that step too early.
         residuals: Policy -> relative gap of the last update's sum check.
     """
 
@@ -59,6 +63,7 @@ class Updates:
         evidence: Evidence,
     ) -> None:
         self.residuals: dict[str, float] = {}
+        self._model = model
         self._slots = tuple(slots)
         self._labels = tuple(labels)
         self._layout = layout
@@ -72,6 +77,7 @@ class Updates:
         self.collector = Collector(self.fresh_sums())
         self.collector.row_meter = self.gathering.row_meter
         self.attributor = Attributor(slots, self.collector.sums, attribution, self.gathering)
+        self.order = StepOrder(self._unseen_policy, self.collector.fail, self.processes.warn)
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -105,6 +111,11 @@ class Updates:
         for name, policy in self._layout.policies.items():
             if not batch.slots.isdisjoint(policy.slots):
                 self._waiting[name].append(batch)
+        if batch.repeats_ids:
+            self.processes.warn(
+                "rows(): rows of one micro-batch have the same row id, which then leads to none of them; "
+                "give each row an id of its own."
+            )
 
     @contextmanager
     def told_to_other_ranks(self) -> Iterator[None]:
@@ -138,6 +149,9 @@ class Updates:
         """
         self._make_room(optimizer)
         self.collector.settle()
+        strangers = find_strangers(self._model, optimizer, self._layout)
+        if strangers:
+            self.processes.warn(told_of_strangers(strangers))
         return standing_of(
             optimizer,
             self._layout,
@@ -167,9 +181,13 @@ class Updates:
         for name in agreed if ready else ():
             if name not in ready:
                 check_policy_without_rows(sums[name])
+            elif not (agreed[name].tapped or agreed[name].has_gradient):
+                check_still_there(self._model, self._layout.policies[name])
         scales = read_scales(scaler, optimizer) if ready else Scales()
         updates = [self._close(name, optimizer, agreed[name], scales) for name in ready]
         self.attributor.expect(optimizer, updates)
+        if updates:
+            self.order.expect(optimizer, scaler)
         for name in ready:
             if agreed[name].conflict:
                 self.processes.warn(
@@ -206,29 +224,15 @@ class Updates:
 
     def state(self) -> dict[str, Any]:
         """Returns what a later run needs to go on, of this process."""
-        reduction = self.find_processes()
-        place = {"rank": reduction.rank, "processes": reduction.size}
-        return {"attribution": self.attributor.state(), "evidence": self.gathering.state(), **place}
+        return state_of(self.attributor, self.gathering, self.find_processes(), self.waiting)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned.
-
-        Raises:
-            ProbeError: It is of another process, or of something else than is measured here.
-        """
-        reduction = self.find_processes()
-        saved = (state.get("rank", 0), state.get("processes", 1))
-        if saved != (reduction.rank, reduction.size):
-            raise ProbeError(
-                f"load_state_dict(): the state is of rank {saved[0]} of {saved[1]} processes, this is rank "
-                f"{reduction.rank} of {reduction.size}. Load each rank's own, into a scope on the model that "
-                "is wrapped or sharded already; or none, and momentum counts as carried."
-            )
-        self.attributor.load(state.get("attribution", {}))
-        self.gathering.load(state.get("evidence", {}))
+        """Goes on from what `state` returned."""
+        go_on(self.attributor, self.gathering, self.find_processes(), state)
 
     def clear(self) -> None:
         """Frees the sums, and lets the optimizers go."""
+        self.order.remove()
         self.attributor.close()
         self.collector.sums.clear()
         for batches in self._waiting.values():
@@ -261,10 +265,15 @@ class Updates:
 
     def _make_room(self, optimizer: torch.optim.Optimizer) -> None:
         """Forgets the updates before this one of the policies that an optimizer drives."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name, sums in self.collector.sums.items():
-            if sums.closed and any(id(parameter) in held for parameter in sums.policy.covered.values()):
-                self._forget(name)
+        for policy in driven_by(optimizer, self._layout):
+            if self.collector.sums[policy.name].closed:
+                self._forget(policy.name)
+
+    def _unseen_policy(self, optimizer: torch.optim.Optimizer) -> str:
+        """Returns a policy that an optimizer drives and that has rows since its last step; empty for none."""
+        waiting = self.waiting
+        found = driven_by(optimizer, self._layout) if waiting else []
+        return next((policy.name for policy in found if policy.name in waiting), "")
 
     def _forget(self, policy: str) -> None:
         """Makes room for the next update; what the optimizer has not done by now is not attributed."""

@@ -55,6 +55,12 @@ class Recorder:
             self._put_evidence(step, update, record)
             self._note_coverage(step, record)
             self._note_attribution(step, record)
+            if record.pending:
+                self.notice(
+                    "pending",
+                    f"step {step}: the record still waits for optimizer.step(), so that update_norm, "
+                    "update_gram and effect are missing in the file; append it after that.",
+                )
 
     def put_evaluation(self, step: int, row: Row, by_role: Mapping[str, Any]) -> None:
         """Writes one evaluation; `by_role` has its numbers by role."""

@@ -34,7 +34,8 @@ class UpdateRecord:
         gram_cross: Products between halves of the update's problems, `[K, K]`; NaN where no two rows are of
             different halves, None when no problems were given.
         update_gram: Products of the applied contributions, `[C, C]`; contributors are roles, decay, carried.
-        effect: First-order effect of a contributor on a role's loss, `[R, C]`.
+        effect: First-order effect of a contributor on a role's loss, <g_k, u_l>, `[R, C]`; positive where the
+            loss falls, since u = theta_before - theta_after.
         attribution_residual: Relative gap between the sum of contributions and the applied change.
         attribution_reason: Why the change could not be attributed; None where it was, or is not yet.
         slot_update_gram: As `update_gram` by slots, `[K + 2, K + 2]`, where momenta are kept by slot.
@@ -45,6 +46,7 @@ class UpdateRecord:
         modules: The update module by module, where that was looked at.
         rows: Its rows one by one, where they were.
         components: Products of the parts of its loss, where these were measured apart.
+        pending: Whether it waits for `optimizer.step()`, which fills in what was applied.
     """
 
     policy: str
@@ -66,3 +68,4 @@ class UpdateRecord:
     modules: ModuleEvidence | None = None
     rows: RowEvidence | None = None
     components: ComponentGram | None = None
+    pending: bool = False

@@ -231,9 +231,12 @@ class Account:
         product = products[:num_slots, num_slots].sum()
         total_square = products[:num_slots, :num_slots].sum()
         factor = torch.where(total_square > 0, product / total_square, 1.0)
+        # Where both are rounding of what was added up, neither tells a factor.
+        lost = torch.maximum(total_square, gradient_square) <= self.sums.eps * reference_norm**2
+        factor = torch.where(lost, 1.0, factor)
         foreign_square = (gradient_square - factor * product).clamp(min=0.0)
         allowed = max(self.sums.eps, CANCELLATION) * factor**2 * total_square.clamp(min=reference_norm**2)
-        scaled = foreign_square <= allowed
+        scaled = lost | (foreign_square <= allowed)
         relative = torch.where(scaled, 0.0, foreign_square / gradient_square)
         scale = getattr(self.optimizer, "grad_scale", None)  # set by a GradScaler for fused optimizers
         if scale is not None:

@@ -22,6 +22,7 @@ from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
 from gradscope.probes.attribution.account import Account
 from gradscope.probes.attribution.ledger import Ledger
+from gradscope.probes.attribution.reasons import reason_against
 from gradscope.probes.attribution.result import Result, among_slots, by_label
 from gradscope.probes.attribution.rules import Rule, find_rule
 from gradscope.probes.attribution.saving import load_ledger, save_ledger
@@ -97,6 +98,8 @@ class Attributor:
                 self._give_up(update.record.policy, update.record, rule)
             return
         self._pending |= {update.record.policy: update for update in updates}
+        for update in updates:
+            update.record.pending = True
         self._watch(optimizer, rule)
 
     def abandon(self, policy: str) -> None:
@@ -205,7 +208,7 @@ class Attributor:
             if pending is not None:
                 keeper = account.sums.reduction.together(partial(self._keeper, pending, account))
             result = account.settle(() if keeper is None else keeper.buffers)
-            reason = self._reason(account, result, with_closure=with_closure)
+            reason = reason_against(account.sums, account.ledger, result, with_closure=with_closure)
             drifted = not result.drift <= max(math.sqrt(account.sums.eps), account.ledger.rounding)
             if reason or drifted:
                 account.resync()
@@ -222,23 +225,9 @@ class Attributor:
         labels = [role_of_part[part] for part in range(account.ledger.num_parts)]
         return self._evidence.keeper(pending.record, account.ledger, labels, account.sums.reduction)
 
-    def _reason(self, account: Account, result: Result, *, with_closure: bool) -> str:
-        """Returns why a step cannot be attributed; empty where it can."""
-        if with_closure:
-            return "the optimizer was stepped with a closure, which computes the gradient anew"
-        if account.sums.left_out:
-            return "the slots of some parameters could not be told apart in this update"
-        if math.isnan(result.foreign) or math.isnan(result.change_norm):
-            return "the gradient or the change is not finite"
-        if result.foreign:
-            return (
-                f"between step() and optimizer.step() the gradient was altered by more than a factor: "
-                f"{result.foreign:.2g} of its norm is not the slots'"
-            )
-        return ""
-
     def _fill(self, pending: Pending, account: Account, result: Result, reason: str) -> None:
         record, cells = pending.record, account.sums.cells
+        record.pending = False
         there = {slot for slot in cells.slots if not np.isnan(record.gram[slot, slot])}
         record.scalars["update_norm"] = result.change_norm
         record.scalars.setdefault("skipped", 0.0)
@@ -267,6 +256,7 @@ class Attributor:
             )
 
     def _give_up(self, policy: str, record: UpdateRecord, reason: str) -> None:
+        record.pending = False
         self.reasons[policy] = record.attribution_reason = reason
 
     def _fail(self, optimizer: torch.optim.Optimizer, reason: str) -> None:

@@ -43,6 +43,12 @@ def load_ledger(ledger: Ledger, state: Mapping[str, Any], parts: Sequence[str]) 
             f"load_state_dict(): policy '{name}' has the parts {', '.join(parts)}, the state has "
             f"{', '.join(state['parts'])}. Attach with the slots and settings it was saved with."
         )
+    held = {parameter for columns in ledger.columns for parameter in columns.names}
+    if unknown := [parameter for parameter in state["parameters"] if parameter not in held]:
+        raise ProbeError(
+            f"load_state_dict(): policy '{name}' has no covered parameter '{unknown[0]}', of which the state "
+            f"has momenta ({len(unknown)} such); load the state of the same parameters."
+        )
     ledger.previous_square = float(state["previous_square"])
     ledger.carried_weight = float(state["carried_weight"])
     try:
