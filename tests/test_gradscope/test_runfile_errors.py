@@ -175,7 +175,7 @@ writer = RunWriter(sys.argv[1], slots={"a/0": "a", "b/0": "b"}, policies={"a": "
 writer.append(0)
 #EXTRA
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -207,7 +207,7 @@ def test_a_live_writer_elsewhere_blocks_and_a_killed_one_does_not(tmp_path):
 
 def test_a_forked_child_that_outlives_its_killed_writer_does_not_block(tmp_path):
     fork = (
-        "import os\nchild = os.fork()\nif child == 0: time.sleep(60)\n"
+        "import os\nchild = os.fork()\nif child == 0: time.sleep(600)\n"
         "open(sys.argv[1] + '/child', 'w').write(str(child))"
     )
     process = start_writer(tmp_path, fork)

@@ -142,13 +142,13 @@ def test_h5dump_reads_it(sample):
     if shutil.which("h5dump") is None:
         pytest.skip("h5dump is not installed (Debian: hdf5-tools)")
     command = ["h5dump", "-d", "/train/loss", str(sample / "run.h5")]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
     assert "H5T_IEEE_F64LE" in out
     assert "NaN" in out or "nan" in out
 
 
 def test_a_sample_is_never_made_twice(root):
     command = [sys.executable, str(root / "tests" / "data" / "make_golden.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 1
     assert "is there and stays as it is" in done.stderr
