@@ -98,11 +98,14 @@ def test_four_ranks(group):
 
 
 @pytest.mark.slow
+def test_four_ranks_with_all_weights(group):
+    group.check(4, "ddp_full_attached_after", "fsdp_full_attached_to_shards")
+
+
+@pytest.mark.slow
 def test_four_ranks_in_other_ways(group):
     group.check(
         4,
-        "ddp_full_attached_after",
-        "fsdp_full_attached_to_shards",
         "ddp_lora_attached_before",
         "fsdp_lora_attached_before",
         "fsdp_full_attached_after",
