@@ -136,13 +136,13 @@ def test_a_step_without_neighbours_has_a_marker(build):
         assert line.get_marker() == "o"
 
 
-def test_alignment_has_no_empty_strip(six, build):
+def test_alignment_has_no_empty_strip(six, drawings, build):
     crowded = [
         build("SP", seed, num_steps=12, optim__learning_rate=rate)[0]
         for seed, rate in ((0, 1), (1, 2), (2, 3))
     ]
-    for runs in (six[:1], six, crowded):
-        figure = FIGURES.get("alignment")(runs).figure
+    draw = FIGURES.get("alignment")
+    for figure in (draw(six[:1]).figure, drawings["alignment"].figure, draw(crowded).figure):
         panels = shown(figure)
         boxes = [axes.get_tightbbox() for axes in panels]
         above = figure.bbox.y1 - max(box.y1 for box in boxes)
