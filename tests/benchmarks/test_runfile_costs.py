@@ -8,12 +8,12 @@ Run as a script, `NAME FOLDER STEPS`, it writes with one tool and does nothing e
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -21,6 +21,7 @@ import pytest
 
 from gradscope import RunWriter, open_run
 from gradscope.runfile import UpdateRecord
+from gradscope.runfile.mirror import MetricsMirror
 
 pytestmark = pytest.mark.benchmark
 
@@ -95,6 +96,19 @@ def write_run(path, num_steps):
     return 1e3 * np.array(seconds)
 
 
+def mirror_milliseconds(path, num_steps):
+    """Returns the CPU milliseconds of each step that the mirror metrics.jsonl takes."""
+    mirror = MetricsMirror(path, keep_to_step=None)
+    milliseconds = []
+    for step in range(num_steps):
+        record, metrics, _ = payload(step)
+        begin = time.thread_time()
+        mirror.append(step, [record], metrics)
+        milliseconds.append(1e3 * (time.thread_time() - begin))
+    mirror.close()
+    return np.array(milliseconds)
+
+
 def raw_bytes(path):
     """Returns what the arrays of a run take uncompressed."""
     sizes = []
@@ -116,11 +130,13 @@ def long_run(tmp_path_factory):
     return path, write_run(path, 10_000)
 
 
-def test_appending_and_size(long_run, capsys):
+def test_appending_and_size(long_run, tmp_path, capsys):
     path, milliseconds = long_run
     size, raw = (path / "run.h5").stat().st_size, raw_bytes(path)
     median, mean = np.median(milliseconds), milliseconds.mean()
     say(capsys, f"append: {median:.2f} ms CPU a step (median of 10,000; mean {mean:.2f}); bar 0.5")
+    mirror = np.median(mirror_milliseconds(tmp_path / "metrics.jsonl", 2000))
+    say(capsys, f"  of which the mirror metrics.jsonl, which no other tool writes: {mirror:.2f} ms")
     say(capsys, f"file: {size / 1e6:.1f} MB, {size / raw:.3f} of the raw bytes; bar 0.82")
 
 
@@ -142,53 +158,68 @@ def test_opening_and_diagnosing_ten_thousand_steps(long_run, capsys):
     say(capsys, f"open and diagnose 10,000 steps, cold: {min(seconds):.2f} CPU s, imports included; bar 2")
 
 
-def num_waits():
-    """Returns how often this thread gave up the processor by itself: for a lock, as Python's, or a device."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+def queued():
+    """Returns how many seconds this thread has been ready to run while others had the processors."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
-def longest_stalls(writer, steps, *, compact):
-    """Returns the longest times, in ms, that this thread did not get on: for a lock, and for whatever.
+def longest_stalls(is_over):
+    """Returns the longest times, in ms, that this thread did not get on until something is over.
 
-    The latter is that of a busy machine as well.
-
-    Args:
-        writer: Writes the run.
-        steps: Steps to append afterwards.
-        compact: Whether to have a compaction meanwhile.
+    The first counts waiting for locks, as Python's, and for devices: what a compaction could be to blame for.
+    The second also counts what a busy machine takes, with or without a compaction.
     """
-    if compact:
-        writer.compact()
-    locked = longest = 0.0
-    begin = last = time.perf_counter()
-    before = num_waits()
-    while last - begin < 1.5:  # a compaction of 50 MB takes about this long
-        now, waits = time.perf_counter(), num_waits()
-        longest = max(longest, now - last)
-        if waits > before:
-            locked = max(locked, now - last)
-        last, before = now, waits
-    for step in steps:
-        append(writer, step, payload(step))
-    return f"{1e3 * locked:.1f}/{1e3 * longest:.1f}"
+    blocked = longest = 0.0
+    before = time.perf_counter()
+    most = before - time.thread_time() - queued()
+    while not is_over():
+        now = time.perf_counter()
+        # Of what passes between the readings of the clocks the sum recovers with the next reading.
+        total = now - time.thread_time() - queued()
+        blocked, longest = max(blocked, total - most), max(longest, now - before)
+        most, before = max(most, total), now
+    return 1e3 * blocked, 1e3 * longest
+
+
+def stalls_in_a_compaction(writer, path):
+    """Returns how long `compact` took to begin a compaction, and the longest stalls until its end, in ms."""
+    before = path.stat().st_ino
+    begin = time.perf_counter()
+    writer.compact()
+    called = 1e3 * (time.perf_counter() - begin)
+    return called, longest_stalls(lambda: path.stat().st_ino != before)
+
+
+def stalls_without(seconds):
+    end = time.perf_counter() + seconds
+    return longest_stalls(lambda: time.perf_counter() > end)
 
 
 def test_the_longest_stall_of_the_training_thread(tmp_path, capsys):
-    with RunWriter(tmp_path / "run", slots=SLOTS, policies={"worker": "shared"}) as writer:
-        for step in range(9_000):
-            append(writer, step, payload(step))
-        writer.compact(wait=True)
-        size = (tmp_path / "run" / "run.h5").stat().st_size / 1e6
-        found = {True: [], False: []}
-        for trial in range(6):
-            compact = trial % 2 == 0
-            first = 9_000 + 40 * trial
-            found[compact].append(longest_stalls(writer, range(first, first + 40), compact=compact))
-    texts = {compact: ", ".join(stalls) for compact, stalls in found.items()}
+    calls, found, control = {}, [], []
+    for fsync in ("never", "checkpoint"):
+        folder = tmp_path / fsync
+        with RunWriter(folder, slots=SLOTS, policies={"worker": "shared"}, fsync=fsync) as writer:
+            for step in range(9_000):
+                append(writer, step, payload(step))
+            writer.compact(wait=True)
+            size = (folder / "run.h5").stat().st_size / 1e6
+            for trial in range(3):
+                for step in range(40):
+                    append(writer, 9_000 + 40 * trial + step, payload(step))
+                called, stalls = stalls_in_a_compaction(writer, folder / "run.h5")
+                calls.setdefault(fsync, []).append(called)
+                found.append(stalls)
+                control.append(stalls_without(1.5))
+    blocked, longest = (", ".join(f"{ms:.1f}" for ms in own) for own in zip(*found, strict=True))
+    alone, busy = (", ".join(f"{ms:.1f}" for ms in own) for own in zip(*control, strict=True))
+    never, checkpoint = (", ".join(f"{ms:.1f}" for ms in calls[fsync]) for fsync in calls)
+    say(capsys, f"longest wait for a lock or device while {size:.0f} MB are compacted: {blocked} ms; bar 5")
+    say(capsys, f"  without a compaction: {alone} ms; with the queue for a processor: {longest} ms")
+    say(capsys, f"  the same without a compaction: {busy} ms")
     say(
         capsys,
-        f"longest stall for a lock/for anything while {size:.0f} MB are compacted: {texts[True]} ms; bar 5; "
-        f"without: {texts[False]}",
+        f"  compact() itself: {never} ms; with fsync of the journal, as at checkpoints: {checkpoint} ms",
     )
 
 
@@ -310,14 +341,30 @@ OTHERS = {
     "zarr": (with_zarr, ("zarr",), 2000),
     "parquet": (with_parquet, ("pyarrow",), 2000),
     "TensorBoard": (with_tensorboard, ("tensorboard", "torch"), 100),
-    "W&B offline": (with_wandb, ("wandb",), 60),
+    "W&B offline": (with_wandb, ("wandb",), 600),
 }
 
 
+LAUNCHER = """
+import ctypes, os, subprocess, sys
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+code = subprocess.run([sys.executable, *sys.argv[1:]]).returncode
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    sys.exit(code)
+"""
+
+
 def cpu_of_all_processes(name, folder, num):
-    """Returns the CPU seconds of writing steps with a tool, helper processes included."""
+    """Returns the CPU seconds of writing steps with a tool, helper processes included.
+
+    Helpers that their tool left behind are waited for as well: the launcher adopts them.
+    """
     before = os.times()
-    command = [sys.executable, __file__, name, str(folder), str(num)]
+    command = [sys.executable, "-c", LAUNCHER, __file__, name, str(folder), str(num)]
     subprocess.run(command, check=True, capture_output=True, timeout=280)
     after = os.times()
     return after.children_user + after.children_system - before.children_user - before.children_system
@@ -328,10 +375,12 @@ def test_beside_other_tools(name, tmp_path, capsys):
     write, packages, num = OTHERS[name]
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed: see the extra 'importers'")
+        pytest.skip(f"{', '.join(missing)} is not installed: see the extras 'importers' and 'bench'")
     folders = [tmp_path / label for label in ("here", "many", "few")]
     for folder in folders:
         folder.mkdir()
+    # First, for a process started later would share the helper that W&B starts for this one, uncounted.
+    more = cpu_of_all_processes(name, folders[1], num) - cpu_of_all_processes(name, folders[2], num // 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         milliseconds, read = write(folders[0], num)
@@ -340,7 +389,6 @@ def test_beside_other_tools(name, tmp_path, capsys):
             begin = time.process_time()
             read()
             seconds = f"{(time.process_time() - begin) / num * 10_000:.1f}"
-    more = cpu_of_all_processes(name, folders[1], num) - cpu_of_all_processes(name, folders[2], num // 10)
     size = folder_size(folders[0]) / 1e6 / num * 10_000
     say(
         capsys,
@@ -350,6 +398,4 @@ def test_beside_other_tools(name, tmp_path, capsys):
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     OTHERS[sys.argv[1]][0](Path(sys.argv[2]), int(sys.argv[3]))
