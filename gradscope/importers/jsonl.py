@@ -27,4 +27,5 @@ class Importer:
         path = existing(source, "a file of JSON Lines")
         objects, torn = read_objects(path)
         objects, spelled = with_numbers(objects)
-        return replace(rows_of(objects, source=str(path), settings=settings), notes=(*torn, *spelled))
+        log = rows_of(objects, source=str(path), settings=settings)
+        return replace(log, notes=(*torn, *spelled), is_table=False)  # lines are appended in order of time

@@ -109,7 +109,7 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
         mapping.check_places(keys, read, people)
         step_notes += mapping.unused(keys)
     read = without_rivals(read, keys, people.place)
-    ordered, order_notes = in_order(rows, read, where) if log.is_table else (rows, ())
+    ordered, order_notes = in_order(rows, read, where, is_table=log.is_table)
     segments = split(ordered, read, where)
     total = choices.num_total or (mapping.num_total if mapping else None)
     totals = totals_of(total, keys, read, where)

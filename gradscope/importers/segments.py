@@ -94,21 +94,31 @@ def split(rows: Sequence[Row], read: Reader, source: str) -> list[Segment]:
     Raises:
         DataError: Steps go back so often that they are no resumes.
     """
+    turns = set(turning_points(rows, read))
+    if len(turns) >= MOST_SEGMENTS:
+        raise DataError(
+            f"{source}: steps go back more than {MOST_SEGMENTS} times: several runs in one source, "
+            "or not the column of steps. See --where and --step."
+        )
     segments = [Segment()]
+    for place, row in enumerate(rows):
+        if place in turns:
+            segments.append(Segment())
+        _add(segments[-1], row, training_keys(row, read), read)
+    return segments
+
+
+def turning_points(rows: Sequence[Row], read: Reader) -> list[int]:
+    """Returns the positions of rows at which a key of training stands at an earlier step than before."""
+    turns: list[int] = []
     last: dict[str, float] = {}
-    for row in rows:
+    for place, row in enumerate(rows):
         numbers = training_keys(row, read)
         if any(row.counter < last.get(key, -math.inf) for key in numbers):
-            segments.append(Segment())
+            turns.append(place)
             last = {}
-            if len(segments) > MOST_SEGMENTS:
-                raise DataError(
-                    f"{source}: steps go back more than {MOST_SEGMENTS} times: several runs in one source, "
-                    "or not the column of steps. See --where and --step."
-                )
         last |= dict.fromkeys(numbers, row.counter)
-        _add(segments[-1], row, numbers, read)
-    return segments
+    return turns
 
 
 def training_keys(row: Row, read: Reader) -> list[str]:

@@ -50,6 +50,19 @@ def test_a_table_with_repeats_and_no_order_is_refused(tmp_path):
     assert made.num_segments == 2
 
 
+def test_lines_are_a_log_and_keep_their_order(tmp_path):
+    def write(steps):
+        (tmp_path / "log.jsonl").write_text("".join(f'{{"step": {s}, "grad_norm": {s}}}\n' for s in steps))
+
+    write([10, 20, 30, 26, 36])  # resumed between two logged steps: 30 is abandoned, not out of order
+    made, run = imported(tmp_path, tmp_path / "log.jsonl")
+    assert run["train"]["step"].values.tolist() == [10, 20, 26, 36]
+    assert made.num_segments == 2
+    write(range(20, 0, -1))
+    with pytest.raises(gradscope.GradscopeError, match="go back 19 times in 20 rows"):
+        import_run(tmp_path / "log.jsonl", tmp_path / "never.h5")
+
+
 def test_two_seeds_in_one_table_are_no_resume(tmp_path):
     rows = [(step, seed, 1.0, seed) for seed in (0, 1) for step in range(1, 6)]
     source = table(tmp_path, rows, header="step,loss,grad_norm,seed")
