@@ -134,3 +134,27 @@ def test_texts_that_hdf5_cannot_hold_are_mended(tmp_path):
         writer.append(0, metrics={"seconds": {"roll\0out": 1.0}} if False else None)
     message = open_run(tmp_path)["events"]["message"].item()
     assert message == "nul \ufffd, half a pair \ufffd\ufffd\ufffd, whole \U0001f600"
+
+
+@pytest.mark.parametrize(
+    "values", [[0.1, -0.0, 3.5], [np.nan, np.inf, 1e300], [1, True, 2.5], [None, 2.0, "x"]]
+)
+def test_values_in_the_order_of_the_file_are_stored_as_those_in_any_order(tmp_path, values):
+    """The former take a way of their own through the writer."""
+    counts = np.array([3.0, np.nan, 2.0**60])
+    for name, order in (("same", [0, 1, 2]), ("other", [2, 0, 1])):
+        names = tuple(NAMES[k] for k in order)
+        metrics = {"reward_mean": {NAMES[k]: values[k] for k in order}, 'a "null" \\u0000': 1.0}
+        record = UpdateRecord("first", names, np.eye(3), counts={"num_tokens": counts[order]})
+        with (
+            RunWriter(tmp_path / name, slots=SLOTS, policies=POLICIES) as writer,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            writer.append(0, record, metrics=metrics)
+            writer.append_event(0, "note", "null")
+    same, other = (open_run(tmp_path / name) for name in ("same", "other"))
+    np.testing.assert_array_equal(same["train"]["reward_mean"], other["train"]["reward_mean"])
+    np.testing.assert_array_equal(same["updates"]["num_tokens"], other["updates"]["num_tokens"])
+    assert same["updates"]["num_tokens"].values[0].tolist()[::2] == [3.0, 2.0**60]
+    assert same["events"]["message"].values.tolist() == ["null"]

@@ -1,13 +1,14 @@
 """A resumed run: later rows move aside, the main axis stays strictly increasing, nothing is lost."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import xarray as xr
 
 from gradscope.errors import RunFileError, SchemaError
-from gradscope.runfile import RunWriter, UpdateRecord, open_run
+from gradscope.runfile import RunWriter, UpdateRecord, durable, open_run
 
 SLOTS = {"a/0": "a", "b/0": "b"}
 POLICIES = {"a": "p", "b": "p"}
@@ -156,3 +157,22 @@ def test_a_slot_keeps_its_role_and_policy(tmp_path):
 def test_resuming_where_no_run_is(tmp_path):
     with pytest.raises(RunFileError, match="holds no run"):
         RunWriter(tmp_path / "new", slots=SLOTS, policies=POLICIES, resume_from_step=2)
+
+
+def test_the_lines_that_a_resume_keeps_are_on_the_disk_before_they_take_their_name(tmp_path, monkeypatch):
+    write_steps(tmp_path, range(4))
+    calls = []
+    for name in ("sync_data", "rename", "sync"):
+        whole = getattr(durable, name)
+
+        def noted(what, *target, name=name, whole=whole):
+            place = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            calls.append((name, place))
+            return whole(what, *target)
+
+        monkeypatch.setattr(durable, name, noted)
+    write_steps(tmp_path, [3], resume_from_step=2)
+    new = str(tmp_path / "metrics.jsonl.tmp")
+    at = calls.index(("rename", new))
+    assert ("sync_data", new) in calls[:at]
+    assert calls[at + 1] == ("sync", str(tmp_path))
