@@ -13,11 +13,12 @@ export HF_HUB_OFFLINE ?= 1
 demo: install
 	$(BIN)/gradscope demo --out runs
 
+# Tests of one file stay on one worker and share what they set up; an idle worker steals from the other's end.
 test: install
-	$(BIN)/pytest -n 2 -m "not slow and not benchmark"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not benchmark"
 
 test-all: install
-	$(BIN)/pytest -n 2 -m "not benchmark"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not benchmark"
 
 bench: install
 	$(BIN)/pytest tests/benchmarks -m benchmark -s -p no:xdist
