@@ -67,17 +67,17 @@ class StepOrder:
 
 
 def _hook(look: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]) -> RemovableHandle:
-    """Places a hook that does not keep a forgotten scope alive, and goes with it."""
+    """Places a hook that does not keep a forgotten scope alive, and does nothing once that is gone.
+
+    It cannot take itself off: optimizers are going through the hooks when it learns of it.
+    """
 
     def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alive = look()
-        if alive is None:
-            handle.remove()
-        else:
+        if alive is not None:
             alive(optimizer)
 
-    handle = register_optimizer_step_pre_hook(hook)
-    return handle
+    return register_optimizer_step_pre_hook(hook)
 
 
 def _scale_of_caller() -> float:

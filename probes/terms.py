@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-SAMPLE = 64
+SAMPLE = 32
 """Tokens of a call that are looked at, about: an order of magnitude is wanted, at no cost."""
 FOLD = 512
 """Calls of layers whose numbers are kept apart; then they are added up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 
@@ -126,6 +127,17 @@ def test_an_optimizer_of_something_else_may_step_at_any_time(toy):
         other(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
         adam(other).step()
         assert scope.step(adam(model)).gram[0, 0] > 0
+
+
+def test_a_scope_that_was_forgotten_disturbs_no_optimizer(toy):
+    for _ in range(2):
+        model = toy.model()
+        probes.attach(model, toy.slots)
+        del model
+        gc.collect()
+    other = nn.Linear(2, 1).double()
+    other(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    adam(other).step()
 
 
 def test_a_record_that_is_appended_too_early_is_told_of_once(toy, tmp_path):
