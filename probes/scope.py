@@ -218,7 +218,7 @@ class Scope:
         *,
         slot: str | None = None,
     ) -> Verification:
-        """Compares one slot's gradient with the backward of a loss in which only that slot's rows count.
+        """Compares each slot's gradient with the backward of a loss in which only that slot's rows count.
 
         The only check that sees rows announced under the wrong slot, and a slot's loss that depends on
         another slot's rows. `loss_of_rows` does what the loop does, its `with scope.rows(...)` included,
@@ -231,14 +231,14 @@ class Scope:
 
             scope.verify(loss_of_rows, [sample.slot for sample in samples])
 
-        It costs two forward and backward passes. Gradients, random numbers and rows waiting for `step` are as
-        before when it returns or raises.
+        It costs a forward and backward pass of all rows, and one for each slot that is compared. Gradients,
+        random numbers and rows waiting for `step` are as before when it returns or raises.
 
         Args:
             loss_of_rows: Loss of the rows where the mask (bool, `[N]`, on the CPU) is True, weighted as in
                 the total loss; called with all rows, then with one slot's.
             slot_of_each_row: The true slot of each entry of the mask.
-            slot: The slot to compare; None takes the one with the largest gradient.
+            slot: The slot to compare; None takes all that have rows.
 
         Raises:
             ProbeError: The gradients differ by more than the square root of the precision of their type, or

@@ -1,4 +1,4 @@
-"""Compares the row split of one slot with an ordinary backward of a loss in which only its rows count.
+"""Compares the row split of slots with an ordinary backward of a loss in which only one's rows count.
 
 Legend: N rows.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,18 +22,26 @@ from gradscope.probes.taps.capture import Collector
 
 @dataclass(frozen=True)
 class Verification:
-    """A comparison that came out well.
+    """Comparisons that came out well.
 
     Attributes:
-        slot: The slot that was compared.
-        relative_error: Norm of the difference over the larger of the two norms; NaN when both gradients are
+        errors: Slot -> norm of the difference over the larger of the two norms; NaN when both gradients are
             zero, so that nothing could be compared.
         tolerance: Largest error that is put down to rounding.
     """
 
-    slot: str
-    relative_error: float
+    errors: dict[str, float]
     tolerance: float
+
+    @property
+    def slot(self) -> str:
+        """The slot with the largest error."""
+        return max(self.errors, key=lambda slot: (self.errors[slot] >= 0, self.errors[slot]))
+
+    @property
+    def relative_error(self) -> float:
+        """The largest error; NaN where nothing could be compared."""
+        return self.errors[self.slot]
 
 
 @contextmanager
@@ -62,13 +69,13 @@ def compare_with_masked_loss(
     collector: Collector,
     find_reduction: Callable[[], Reduction],
 ) -> Verification:
-    """Runs the loss of all rows, then of one slot's with the same random numbers; compares gradients.
+    """Runs the loss of all rows, then of each slot's with the same random numbers; compares gradients.
 
     Args:
         model: The probed model; its gradients are overwritten.
         loss_of_rows: Loss of the rows of a mask, announcing its rows itself.
         truth: The slot of each entry of the mask.
-        slot: The slot to compare; None for the one with the largest gradient.
+        slot: The slot to compare; None for all that have rows, one more pass each.
         collector: The scope's collector, holding empty sums.
         find_reduction: Finds out how the work is shared, once a forward pass was run.
 
@@ -81,12 +88,16 @@ def compare_with_masked_loss(
     reduction = find_reduction()
     reduction.together(lambda: _check_collected(collector))
     chosen = _choose(collector, truth, slot, reduction)
-    sums = next(sums for sums in collector.sums.values() if chosen in sums.policy.slots)
-    split = _pieces(sums, chosen)
-    _clear(model)
-    with same_randomness(model):
-        _backward(loss_of_rows, slot_N == chosen)
-    return _judge(truth.names[chosen], split, sums)
+    sums_of = {one: sums for one in chosen for sums in collector.sums.values() if one in sums.policy.slots}
+    splits = {one: _pieces(sums_of[one], one) for one in chosen}  # the next pass adds to the sums
+    errors, tolerance = {}, 0.0
+    for one, split in splits.items():
+        _clear(model)
+        with same_randomness(model):
+            _backward(loss_of_rows, slot_N == one)
+        tolerance = math.sqrt(sums_of[one].eps)
+        errors[truth.names[one]] = _judge(truth.names[one], split, sums_of[one], tolerance)
+    return Verification(errors, tolerance)
 
 
 def _check_collected(collector: Collector) -> None:
@@ -107,7 +118,7 @@ def _pieces(sums: SlotAccumulators, slot: int) -> dict[str, torch.Tensor]:
     return pieces
 
 
-def _judge(slot: str, split: Mapping[str, torch.Tensor], sums: SlotAccumulators) -> Verification:
+def _judge(slot: str, split: Mapping[str, torch.Tensor], sums: SlotAccumulators, tolerance: float) -> float:
     squares = []
     for name, piece in split.items():
         gradient = sums.policy.covered[name].grad
@@ -118,7 +129,6 @@ def _judge(slot: str, split: Mapping[str, torch.Tensor], sums: SlotAccumulators)
     gap_square, split_square, masked_square = squares_N3.sum(0).tolist()
     larger = max(split_square, masked_square)
     error = math.sqrt(gap_square / larger) if larger > 0 else math.nan
-    tolerance = math.sqrt(sums.eps)
     if error > tolerance:
         worst = list(split)[int(squares_N3[:, 0].argmax())]
         raise ProbeError(
@@ -127,7 +137,7 @@ def _judge(slot: str, split: Mapping[str, torch.Tensor], sums: SlotAccumulators)
             "was given other slots than the rows have, or the slot's loss depends on rows of other slots "
             "(attention across packed rows, a term over the batch)."
         )
-    return Verification(slot, error, tolerance)
+    return error
 
 
 def _backward(loss_of_rows: Callable[[torch.Tensor], torch.Tensor], mask_N: torch.Tensor) -> None:
@@ -140,8 +150,8 @@ def _backward(loss_of_rows: Callable[[torch.Tensor], torch.Tensor], mask_N: torc
     loss.backward()
 
 
-def _choose(collector: Collector, truth: RowBatch, slot: int | None, reduction: Reduction) -> int:
-    """Returns the slot to compare: the given one, or the one with rows whose gradient is largest.
+def _choose(collector: Collector, truth: RowBatch, slot: int | None, reduction: Reduction) -> list[int]:
+    """Returns the slots to compare: the given one, or all with rows, in their order.
 
     Raises:
         ProbeError: It has no rows, or nothing was measured on any process.
@@ -150,20 +160,21 @@ def _choose(collector: Collector, truth: RowBatch, slot: int | None, reduction: 
     if slot is not None and slot not in present:
         raise ProbeError(f"verify(): slot '{truth.names[slot]}' has no rows among those given.")
     filled = reduction.gather([name for name, sums in collector.sums.items() if not sums.empty])
-    norms: dict[int, float] = {}
-    for name, sums in collector.sums.items():
-        if any(name in names for names in filled):
-            squares = np.diag(sums.summarise().gram)
-            norms.update(zip(sums.policy.slots, squares.tolist(), strict=True))
-    if not norms:
+    measured = {
+        one
+        for name, sums in collector.sums.items()
+        if any(name in names for names in filled)
+        for one in sums.policy.slots
+    }
+    if not measured:
         raise ProbeError(
             "verify(): nothing was measured; loss_of_rows must run the model inside scope.rows(...)."
         )
-    if not norms.keys() & present:
+    if not measured & present:
         raise ProbeError(
             "verify(): no slot of slot_of_each_row was measured; its rows never entered scope.rows(...)."
         )
-    return max(norms.keys() & present, key=lambda one: norms[one]) if slot is None else slot
+    return sorted(measured & present) if slot is None else [slot]
 
 
 def _clear(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,29 @@ def test_rolled_slots_fail(nano):
         with pytest.raises(ProbeError, match=r"differs by .* rows\(\) was given other slots"):
             scope.verify(closure(nano, scope, model, batch, rolled), batch.slots)
         assert scope.attached
+
+
+@pytest.mark.parametrize("pair", list(combinations(range(4), 2)))
+def test_every_swap_of_two_slots_fails(nano, pair):
+    """Whichever slots are confused, and however small their gradients are."""
+    model, batch = nano.lora(), nano.shuffled((2, 2, 2, 2))
+    first, second = (list(nano.slots)[place] for place in pair)
+    swapped = [{first: second, second: first}.get(slot, slot) for slot in batch.slots]
+    with (
+        probes.attach(model, nano.slots) as scope,
+        pytest.raises(ProbeError, match=f"measured for slot '{first}' differs"),
+    ):
+        scope.verify(closure(nano, scope, model, batch, swapped), batch.slots)
+
+
+def test_all_slots_are_compared(nano):
+    model, batch, masks = nano.lora(), nano.batch(["generator/0", "aggregator/0", "generator/2"]), []
+    with probes.attach(model, nano.slots) as scope:
+        loss_of_rows = closure(nano, scope, model, batch)
+        result = scope.verify(lambda mask: (masks.append(mask.tolist()), loss_of_rows(mask))[1], batch.slots)
+    assert list(result.errors) == ["generator/0", "generator/2", "aggregator/0"]
+    assert max(result.errors.values()) == result.relative_error == result.errors[result.slot] <= 1e-12
+    assert masks == [[True] * 3, [True, False, False], [False, False, True], [False, True, False]]
 
 
 def test_a_loss_across_rows_fails():
