@@ -30,9 +30,15 @@ def route_slots(
             adapter.
 
     Raises:
-        ProbeError: No slots, an unknown role or slot as key, a slot without entry, an unknown policy, or no
-            single active adapter to infer the policy from.
+        ProbeError: No slots or no mapping, an unknown role or slot as key, a slot without entry, an unknown
+            policy, or no single active adapter to infer the policy from.
     """
+    if not isinstance(slots, Mapping):
+        given = type(slots).__name__
+        raise ProbeError(
+            f"attach(): slots is a {given}; give a mapping slot -> role, as in "
+            "{'generator/0': 'generator'}."
+        )
     if not slots:
         raise ProbeError("attach(): slots is empty; give slot -> role, as in {'generator/0': 'generator'}.")
     adapters = adapter_names(model)

@@ -106,11 +106,27 @@ class Followed:
         module, key = self._places[name]
         parameter = module._parameters.get(key)
         if parameter is None or parameter.shape != self._shapes[name]:
-            raise ProbeError(
+            raise ProbeError(self._why_gone(name))
+        return parameter
+
+    def _why_gone(self, name: str) -> str:
+        """Returns what became of a parameter that is not where it was, or of another shape."""
+        if distributed.is_available() and distributed.is_initialized():
+            return (
                 f"'{name}' is no parameter of its own any more; FullyShardedDataParallel (FSDP1) flattens "
                 "parameters and cannot be probed. Use fully_shard (FSDP2) or DistributedDataParallel."
             )
-        return parameter
+        module, key = self._places[name]
+        now = module._parameters.get(key)
+        what = "taken out" if now is None else f"replaced: {_text(self._shapes[name])} -> {_text(now.shape)}"
+        return (
+            f"'{name}' was {what} since attach(), as resize_token_embeddings() does; attach() when the "
+            "model is complete (detach() this scope first)."
+        )
+
+
+def _text(shape: torch.Size) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _units(model: nn.Module) -> Iterator[Any]:

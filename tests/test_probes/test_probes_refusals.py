@@ -16,6 +16,7 @@ from gradscope.errors import ProbeError
     ("arguments", "message"),
     [
         ({"slots": {}}, "slots is empty"),
+        ({"slots": ["solver/0", "judge/0"]}, "slots is a list; give a mapping slot -> role"),
         ({"mode": "fast"}, "unknown mode 'fast'. Did you mean 'auto'? Allowed: auto, observe, fused, pure"),
         ({"policies": {"judg": "default"}}, "neither a role nor a slot. Did you mean 'judge'"),
         ({"policies": {"judge": "default"}}, "slot 'solver/0' has no policy"),
@@ -44,6 +45,16 @@ def test_attach_refuses_models_it_cannot_measure(toy, nano):
     with pytest.raises(ProbeError, match="is probed already"):
         probes.attach(model.base_model.model.model.layers, nano.slots)
     first.detach()
+
+
+def test_a_parameter_that_was_replaced_since_is_named(nano):
+    model, batch = nano.model(tie_word_embeddings=False), nano.batch(["generator/0", "aggregator/0"])
+    scope = probes.attach(model, nano.slots)
+    model.resize_token_embeddings(23, mean_resizing=False)
+    message = r"'model\.embed_tokens\.weight' was replaced: 19 x 16 -> 23 x 16 since attach\(\)"
+    with pytest.raises(ProbeError, match=message), scope.rows(batch.slots):
+        pass
+    scope.detach()
 
 
 @pytest.mark.parametrize(
