@@ -157,6 +157,7 @@ class FusedLinear:
         self.collector = collector
         self.policy = target.policy
 
+    @torch.compiler.disable
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer returns; with gradients, through one node of the graph."""
         module: Any = self.target.module

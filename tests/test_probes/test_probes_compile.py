@@ -41,12 +41,13 @@ def truth_of(model, x, y, slots):
     return found
 
 
+@pytest.mark.parametrize("mode", ["auto", "fused"])
 @pytest.mark.parametrize("how", ["in place", "wrapper"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_after_attach(toy, nano, how, backend):
+def test_compiled_after_attach(toy, nano, how, backend, mode):
     model, (x, y) = toy.model(), toy.data()
     truth = truth_of(model, x, y, SLOTS)
-    scope = probes.attach(model, toy.slots)
+    scope = probes.attach(model, toy.slots, mode=mode)
     run = compiled(model, how, backend)
     for _ in range(2):  # compiled, then run from the cache
         with scope.rows(SLOTS):
