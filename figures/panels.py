@@ -28,6 +28,8 @@ MOST_LAYOUTS = 10
 SETTLED, STRIP_TOLERANCE = 1e-5, 1e-3
 """Fractions of the figure by which panels may still move: of a pixel, and of the rounding of heights."""
 TITLE_CHARACTERS_PER_INCH = 13
+TITLE_LINES = 3
+"""Longer titles are cut short."""
 LOG_MARGIN = 1.3
 STRIP = 0.15
 """Inches that stay empty above and below panels of fixed aspect."""
@@ -68,7 +70,7 @@ def title_row(
     `num_columns` is that of the figure, where the row is only a part of it.
     """
     width = _width(row[0]) * TITLE_CHARACTERS_PER_INCH * row.size / (num_columns or row.size)
-    lines = textwrap.wrap(heading, int(width))
+    lines = textwrap.wrap(heading, int(width), max_lines=TITLE_LINES, placeholder=" …")
     for place, axes in enumerate(row):
         own = lines if place == 0 else [""] * len(lines)
         axes.set_title("\n".join([*own, *subtitles[place : place + 1]]), loc="left")
@@ -77,7 +79,8 @@ def title_row(
 def panel_title(axes: Axes, title: str, *, num_columns: int) -> None:
     """Puts a title over a panel, broken so that it does not run into the next one."""
     width = _width(axes) * TITLE_CHARACTERS_PER_INCH / num_columns
-    axes.set_title(textwrap.fill(title, int(width)), loc="left")
+    title = textwrap.fill(title, int(width), max_lines=TITLE_LINES, placeholder=" …")
+    axes.set_title(title, loc="left")
 
 
 def log_axis(axes: Axes, values: NDArray[Any]) -> None:

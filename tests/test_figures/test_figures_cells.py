@@ -56,6 +56,18 @@ def test_runs_without_configuration_are_cells_of_their_own(build):
     assert [cell.name for cell in cells] == ["run-0-SP", "run-1-SP"]
 
 
+def test_a_foreign_configuration_is_a_name_only_where_it_is_short(build):
+    short = quick(build, "SP", 0, config={"lr": 0.1, "rank": 4})
+    flat = {f"argument_{number}": number for number in range(80)}
+    long = quick(build, "SP", 1, config=flat)
+    assert [cell.name for cell in group_cells([short, long])] == ["lr=0.1, rank=4-SP", "run-1-SP"]
+
+
+def test_a_trainer_stands_where_a_workflow_does(build):
+    config = {"trainer": {"name": "GRPOTrainer"}, "model": {"path": "Qwen/Qwen3-0.6B"}}
+    assert group_cells([quick(build, "SP", 0, config=config)])[0].name == "GRPOTrainer-SP-0.6B"
+
+
 def test_runs_of_one_name_without_configuration_are_told_apart(build):
     runs = [quick(build, "SP", 0, config={}) for _ in range(2)]
     ids = [run.attrs["run_id"][:8] for run in runs]

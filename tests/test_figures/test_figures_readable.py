@@ -42,6 +42,21 @@ def test_the_lowest_panel_of_each_column_bears_the_steps(name, uneven):
         assert all(axes.get_xlabel() == "" for axes in above)
 
 
+@pytest.mark.parametrize("name", ["gradient_norms", "shares", "alignment"])
+def test_a_long_title_is_cut_short_and_stays_in_the_figure(name, build):
+    run = build("SP", 0, num_steps=30, model__path="a model of a very long name " * 20)[0]
+    figure = FIGURES.get(name)([run]).figure
+    FigureCanvasAgg(figure).draw()
+    titles = [axes.title for axes in figure.axes if axes.title.get_text()] + [
+        title for axes in figure.axes if (title := axes._left_title).get_text()
+    ]
+    assert any(title.get_text().split("\n")[2].endswith("…") for title in titles)
+    for title in titles:
+        box = title.get_window_extent()
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1 + 1
+
+
 @pytest.mark.parametrize("name", ["gradient_norms", "accuracy", "shares"])
 def test_the_first_panel_of_each_row_bears_the_values(name, uneven):
     panels = shown(FIGURES.get(name)(uneven).figure)
