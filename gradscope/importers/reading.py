@@ -17,7 +17,7 @@ from gradscope.importers.order import in_order
 from gradscope.importers.recognising import format_of
 from gradscope.importers.roster import Roster, roster
 from gradscope.importers.scores import Score, Totals, scores_of, totals_of
-from gradscope.importers.segments import Segment, split, with_steps
+from gradscope.importers.segments import Reader, Segment, split, with_steps
 from gradscope.importers.telling import limits_of, notes_of, renamed_note, said_limits
 from gradscope.importers.wording import listed
 from gradscope.runfile.columns import number
@@ -102,13 +102,7 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
         mapping.check_columns(log.names, where)
     rows, step_notes = with_steps(log, where)
     keys = _number_keys(log)
-    spoken, dialect = _spoken(log, keys, choices, mapping, where)
-    read = without_rivals(dialect.reader(choices.role_pattern), keys, lambda meaning: meaning.place)
-    people = roster([read(key) for key in keys], dialect, log, where)
-    if mapping is not None:
-        mapping.check_places(keys, read, people)
-        step_notes += mapping.unused(keys)
-    read = without_rivals(read, keys, people.place)
+    spoken, dialect, read, people = _understood(log, keys, choices, mapping, where)
     ordered, order_notes = in_order(rows, read, where, is_table=log.is_table)
     segments = split(ordered, read, where)
     total = choices.num_total or (mapping.num_total if mapping else None)
@@ -117,12 +111,11 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
     table = entries(segments, read)
     _need_anything(where, table, [score.counted for score in scores])
     fractions = tuple(dict.fromkeys(key for score in scores for key in score.fractions))
+    starts = [segment.first_step for segment in segments if segment.steps]
     names, renamed = free_names(keys, read)
-    told = (
-        *_left_out(log, keys),
-        *renamed_note(renamed),
-        *notes_of(dialect, keys, table, people, len(segments)),
-    )
+    told = [*_left_out(log, keys), *renamed_note(renamed), *(mapping.unused(keys) if mapping else ())]
+    told += notes_of(dialect, keys, table, people, starts)
+    limits = (*log.limits, *said_limits(log), *limits_of(dialect, table, people, fractions))
     return ReadLog(
         source=where,
         format=name,
@@ -134,9 +127,7 @@ def read_log(source: str | Path | Sequence[str | Path], choices: Choices) -> Rea
         names=names,
         unknown=tuple(key for key in keys if not read(key).metric),
         notes=(*log.notes, *step_notes, *order_notes, *told),
-        limits=tuple(
-            dict.fromkeys((*log.limits, *said_limits(log), *limits_of(dialect, table, people, fractions)))
-        ),
+        limits=tuple(dict.fromkeys(limits)),
     )
 
 
@@ -155,6 +146,18 @@ def _read_parts(
         columns=tuple(dict.fromkeys(name for part in logs for name in part.columns)),
         is_table=len(logs) == 1 and logs[0].is_table,  # parts stand in the order that the user gave
     )
+
+
+def _understood(
+    log: ForeignLog, keys: Sequence[str], choices: Choices, mapping: MappingFile | None, source: str
+) -> tuple[str, Dialect, Reader, Roster]:
+    """Returns the dialect's name, the dialect, what each key means, and who takes part."""
+    spoken, dialect = _spoken(log, keys, choices, mapping, source)
+    read = without_rivals(dialect.reader(choices.role_pattern), keys, lambda meaning: meaning.place)
+    people = roster([read(key) for key in keys], dialect, log, source)
+    if mapping is not None:
+        mapping.check_places(keys, read, people)
+    return spoken, dialect, without_rivals(read, keys, people.place), people
 
 
 def _spoken(

@@ -103,7 +103,8 @@ def scores_of(segment: Segment, read: Reader, *, totals: Mapping[str, int], sour
         for (dataset, sampling), own in _by_setting(found).items():
             score = Score(int(row.counter), dataset, {"greedy": True, "sampled": False}.get(sampling))
             has_counts = any(entry.metric == "num_correct" for entry in own)
-            for entry in own:
+            # Of several fractions the one of most answers counts, as mean@8 beside mean@1.
+            for entry in sorted(own, key=_repeats):
                 if has_counts and entry.metric == "eval_accuracy":
                     continue
                 if entry.metric != "eval_accuracy":
@@ -127,6 +128,11 @@ def _by_setting(entries: Iterable[Entry]) -> Mapping[tuple[str, str], Sequence[E
     return groups
 
 
+def _repeats(entry: Entry) -> int:
+    """Returns how often each problem was answered for a key's value."""
+    return int(entry.meaning.labels.get("repeats", 1))
+
+
 def _put(score: Score, entry: Entry) -> None:
     if entry.role:
         getattr(score, entry.metric)[entry.role] = entry.value
@@ -136,7 +142,7 @@ def _put(score: Score, entry: Entry) -> None:
 
 def _count(score: Score, entry: Entry, num_problems: int, source: str) -> None:
     """Turns a fraction into counts of answers: each problem answered as often as the key says."""
-    num_answers = num_problems * int(entry.meaning.labels.get("repeats", 1))
+    num_answers = num_problems * _repeats(entry)
     right = entry.value * num_answers
     if not 0 <= entry.value <= 1 or abs(right - round(right)) > ROUNDING:
         raise DataError(

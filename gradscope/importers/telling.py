@@ -21,15 +21,20 @@ WITHOUT_MODULES = "which modules a gradient was in: the source logs whole norms 
 
 
 def notes_of(
-    dialect: Dialect, keys: Sequence[str], table: Sequence[Entry], people: Roster, num_segments: int
+    dialect: Dialect, keys: Sequence[str], table: Sequence[Entry], people: Roster, starts: Sequence[int]
 ) -> tuple[str, ...]:
-    """Returns one sentence for each thing that may be misread."""
+    """Returns one sentence for each thing that may be misread; `starts` are the segments' first steps."""
     notes = [trap.sentence for trap in dialect.traps if any(re.fullmatch(trap.pattern, key) for key in keys)]
     notes += _interval(dialect, table)
-    if num_segments > 1:
+    if len(starts) > 1:
         notes.append(
-            f"Steps go back {num_segments - 1} time(s), as after a resume: each step is kept once, of the "
+            f"Steps go back {len(starts) - 1} time(s), as after a resume: each step is kept once, of the "
             "later stretch; what it replaced is under /superseded."
+        )
+    if any(start <= starts[0] for start in starts[1:]):
+        notes.append(
+            f"A later stretch starts over at step {min(starts[1:])}, so nothing of the first is kept. "
+            "Where these are several runs and no resume, import them one by one."
         )
     if people.assumed and len(people.slots) > 1:
         notes.append(

@@ -36,6 +36,15 @@ def test_one_number_is_not_for_several_data_sets(tmp_path):
     assert made.num_evaluations == 4
 
 
+def test_of_several_repeats_the_most_count(tmp_path):
+    key = "val-core/gsm8k/acc/mean@{}"
+    _, run = imported(tmp_path, [(1, {key.format(8): 0.375, key.format(1): 0.5})], num_total=2)
+    assert (run["eval"]["num_correct"].values.tolist(), run["eval"]["num_total"].values.tolist()) == (
+        [6],
+        [16],
+    )
+
+
 def test_a_data_set_without_a_number_stays_open(tmp_path):
     made, run = imported(tmp_path, ROWS, num_total={"aime": 30})
     assert run["eval"]["dataset"].values.tolist() == ["aime", "aime"]

@@ -58,6 +58,7 @@ def test_three_segments_and_one_that_starts_over(tmp_path):
     made, run = imported(tmp_path, rows)
     assert run["train"]["step"].values.tolist() == [0, 1]
     assert run["updates"]["grad_norm"].values.tolist() == [3.0, 3.0]
+    assert any("starts over at step 0" in note and "import them one by one" in note for note in made.notes)
     assert made.num_segments == 3
 
 
