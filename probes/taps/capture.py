@@ -86,11 +86,17 @@ class Collector:
         self.suspicions.append((torch.as_tensor(bad), message))
 
     def settle(self) -> None:
-        """Reads the suspicions; the first that holds is a failure."""
-        for bad, message in self.suspicions:
-            if bool(bad):
-                self.fail(message)
-        self.suspicions.clear()
+        """Reads the suspicions, in one copy from each device; the first that holds is a failure."""
+        found, self.suspicions = self.suspicions, []
+        by_device: dict[torch.device, list[int]] = {}
+        for place, (bad, _) in enumerate(found):
+            by_device.setdefault(bad.device, []).append(place)
+        held: set[int] = set()
+        for places in by_device.values():
+            flags = torch.stack([found[place][0].reshape(()).bool() for place in places]).tolist()
+            held.update(place for place, flag in zip(places, flags, strict=True) if flag)
+        if held:
+            self.fail(found[min(held)][1])
 
 
 class Tap:

@@ -7,19 +7,27 @@ Model of the shape of Qwen3-0.6B with random weights in bfloat16, LoRA on all li
 positions a row. Modes take turns; the median of a mode is over its turns. Timed is forward + backward +
 `scope.step` (its Gram matrix on the host included); what the optimizer's step takes longer than in plain
 training is added.
+
+Before that slot gradients are compared with separate backward passes on the device itself. A case that fails
+says so and the next one begins; what is measured is in the JSON file after every case. The exit code is 1
+where anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -194,6 +202,9 @@ def run_case(base: nn.Module, case: Case, modes: Sequence[str], *, turns: int, s
     deadline = time.monotonic() + seconds
     trainees, peaks, launches = {}, {}, {}
     for mode in modes:
+        if mode == "pure" and time.monotonic() > deadline:
+            modes = [other for other in modes if other != "pure"]
+            break
         before = _allocated(device)
         trainees[mode] = Trainee(base, case, mode)
         if device.type == "cuda":
@@ -211,6 +222,61 @@ def run_case(base: nn.Module, case: Case, modes: Sequence[str], *, turns: int, s
                 found[mode].append(trainees[mode].turn(ids, weights))
     numbers = sum(parameter.numel() for parameter in trainees[modes[0]].parameters)
     return [_line(case, mode, found, peaks, launches, numbers) for mode in modes]
+
+
+def check(device: str) -> dict[str, float]:
+    """Returns the largest errors of slot gradients against separate backward passes, by type and mode.
+
+    A small model, rows out of order and of an uneven number for each slot; TF32 off while it lasts.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return {
+            f"{'LoRA' if lora else 'all parameters'} {dtype} {mode}": _error(device, dtype, lora, mode)
+            for dtype in (torch.float32, torch.bfloat16)
+            for lora in (True, False)
+            for mode in ("observe", "fused")
+        }
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+CHECK_SLOTS = ["a", "b", "a", "c", "c", "a", "b", "c", "c", "a", "a"]
+CHECK_BARS = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
+"""Largest error of a slot's gradient, relative to its norm; separate passes round bfloat16 as well."""
+
+
+def _error(device: str, dtype: torch.dtype, lora: bool, mode: str) -> float:
+    torch.manual_seed(0)
+    config = Qwen3Config(tie_word_embeddings=True, **SHAPES["tiny"])
+    # A model, not its copy to the device: initial numbers are the same everywhere.
+    model: nn.Module = Qwen3ForCausalLM(config).to(device, dtype)
+    if lora:
+        case = Case(len(CHECK_SLOTS), 24, 4, 3, "fp32", False, {})
+        model = _with_adapters(model, case)
+    ids = torch.randint(0, config.vocab_size, (len(CHECK_SLOTS), 24)).to(device)
+
+    def loss_of(rows: list[int]) -> torch.Tensor:
+        logits = model(input_ids=ids[rows], use_cache=False).logits[:, :-1].float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[rows, 1:].flatten(), reduction="sum")
+
+    scope = probes.attach(model, dict.fromkeys("abc", "role"), mode=mode)
+    with scope.rows(CHECK_SLOTS):
+        loss = loss_of(list(range(len(CHECK_SLOTS))))
+    loss.backward()
+    found = {slot: scope.slot_gradients(slot) for slot in "abc"}
+    scope.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    scope.detach()
+    worst = 0.0
+    for slot, own in found.items():
+        model.zero_grad()
+        loss_of([row for row, name in enumerate(CHECK_SLOTS) if name == slot]).backward()
+        expected = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+        squares = [[float((own[n] - g).square().sum()), float(g.square().sum())] for n, g in expected.items()]
+        gap, size = (sum(part) for part in zip(*squares, strict=True))
+        worst = max(worst, (gap / size) ** 0.5)
+    return worst
 
 
 def _line(
@@ -296,6 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--seconds", type=float, default=1e9, help="no case is begun after this time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a small model and short rows, to try the script")
+    parser.add_argument("--no-check", action="store_true", help="do not compare with separate passes first")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -312,20 +379,75 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     )
     with torch.device(options.device):
         base = Qwen3ForCausalLM(config).bfloat16()
-    lines: list[dict] = []
-    begin = time.monotonic()
+    report = Report(options)
+    if not options.no_check:
+        report.compare()
+    longest = 0.0
     for case in cases:
-        if time.monotonic() - begin > options.seconds:
+        begin = time.monotonic()
+        if report.seconds + longest > options.seconds:
             print(f"left out for want of time: {case.name}", file=sys.stderr)
             continue
         if options.tiny:
             case = replace(case, rows=min(case.rows, 8), tokens=12)
-        lines += run_case(base, case, modes, turns=options.turns, seconds=options.seconds_per_case)
-        print(table(lines[-len(modes) :]), flush=True)
-        if options.json is not None:
-            about = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-            options.json.write_text(json.dumps({"device": about, "torch": torch.__version__, "lines": lines}))
-    return lines
+        seconds = min(options.seconds_per_case, options.seconds - report.seconds)
+        report.run(case, partial(run_case, base, case, modes, turns=options.turns, seconds=seconds))
+        longest = max(longest, time.monotonic() - begin)
+    if report.errors and arguments is None:
+        sys.exit(1)
+    return report.lines
+
+
+class Report:
+    """What was found so far, on the screen and in the file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.lines: list[dict] = []
+        self.checks: dict[str, float] = {}
+        self.errors: dict[str, str] = {}
+        self._begin = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the beginning."""
+        return time.monotonic() - self._begin
+
+    def compare(self) -> None:
+        """Runs the comparison with separate backward passes."""
+        with self._noted("check"):
+            self.checks = check(self.options.device)
+            for name, error in self.checks.items():
+                bar = next(bar for dtype, bar in CHECK_BARS.items() if dtype in name)
+                print(f"{name}: error {error:.1e} (allowed {bar:.0e})", flush=True)
+                if not error <= bar:
+                    self.errors[f"check: {name}"] = f"error {error:.1e}"
+
+    def run(self, case: Case, measure: Callable[[], list[dict]]) -> None:
+        """Measures a case."""
+        with self._noted(case.name):
+            found = measure()
+            self.lines += found
+            print(table(found), flush=True)
+
+    @contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """Keeps what goes wrong in a block, gives its memory back, and writes the file."""
+        try:
+            yield
+        except Exception as error:
+            self.errors[what] = f"{type(error).__name__}: {error}"
+            print(f"{what} failed", file=sys.stderr)
+            traceback.print_exc()
+        gc.collect()
+        if self.options.device == "cuda":
+            torch.cuda.empty_cache()
+        if self.options.json is not None:
+            about = torch.cuda.get_device_name() if self.options.device == "cuda" else "cpu"
+            found = {"lines": self.lines, "checks": self.checks, "errors": self.errors}
+            self.options.json.write_text(
+                json.dumps({"device": about, "torch": torch.__version__, "seconds": self.seconds} | found)
+            )
 
 
 if __name__ == "__main__":
