@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 import trl
+import trl.trainer.utils as trl_utils
 
+from gradscope.errors import ProbeError
 from gradscope.probes.attribution import Attribution
 from gradscope.probes.evidence import Evidence
 from gradscope.probes.integrations.examples import Column, Rows, RowSource, hashable
@@ -31,12 +33,20 @@ from gradscope.probes.integrations.replies import Reply, mean_reward, reply_metr
 from gradscope.probes.integrations.session import Plan
 from gradscope.probes.integrations.tokens import TokenPass, rows_of, token_means
 from gradscope.probes.integrations.transformers import MeasuredTrainer, probed
-from gradscope.probes.integrations.trl_head import tapped_head
+from gradscope.probes.integrations.trl_head import FUNCTION, tapped_head
 from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
 
 PLACE = "gradscope_place"
 """Key under which TRL's batches carry the place of each row in its generation."""
+
+READ = (
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+)
+"""Methods of TRL, none of them public, in which rows are followed."""
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """TRL's losses with a clipped ratio."""
@@ -122,7 +132,15 @@ class MeasuredGRPO(MeasuredTrainer):
     gradscope_num_sampled: int
 
     def gradscope_setup(self) -> None:
-        """Checks the trainer and its data."""
+        """Checks the trainer, its data and TRL."""
+        own = super(MeasuredTrainer, self)
+        missing = [name for name in READ if not hasattr(own, name)]
+        missing += [] if hasattr(trl_utils, FUNCTION) else [FUNCTION]
+        if missing:
+            raise ProbeError(
+                f"instrument(): TRL {trl.__version__} has no {missing[0]}, which rows are followed by; use "
+                "TRL 1.12 to 1.16."
+            )
         super().gradscope_setup()
         self.gradscope_replies = []
         self.gradscope_passes = []

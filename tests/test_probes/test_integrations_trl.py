@@ -244,11 +244,38 @@ def test_single_rows_are_measured_with_the_head_that_trl_fuses(tmp_path, lora):
 
 def test_positions_are_told_apart_where_the_head_scores_completions_only(tmp_path, monkeypatch):
     # As TRL does on an accelerator.
-    monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)
+    monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True, raising=False)  # TRL 1.16 asks it
     trainer = probed(tmp_path, lora=False, trainer=Replay, max_steps=1)
     trainer.train()
     plain = make(tmp_path / "plain", lora=False)
     assert max(gram_errors(trainer, plain, open_run(tmp_path / "run"))) <= 1e-5
+
+
+def test_a_resumed_training_knows_whose_momentum_it_goes_on_with(tmp_path):
+    arguments = {"lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    probed(tmp_path, **arguments).train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert (checkpoint / "gradscope_scope_0.pt").exists()
+    residuals = {}
+    for name in ("with", "without"):
+        if name == "without":
+            (checkpoint / "gradscope_scope_0.pt").unlink()
+        resumed = instrument(
+            make(tmp_path / "again", **arguments), slots=SLOTS, slot_of="who", writer=tmp_path / name
+        )
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        update = open_run(tmp_path / name)["updates"].isel(update=0)
+        assert int(update["step"]) == 3
+        gram = update["update_gram"].values
+        residuals[name] = gram[update["contributor"].values.tolist().index("carried")].sum() / gram.sum()
+    assert residuals["with"] == 0
+    assert residuals["without"] > 0.1
+
+
+def test_another_trl_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
+    with pytest.raises(ProbeError, match=r"TRL .* has no _calculate_rewards, .* use TRL 1\.12 to 1\.16\."):
+        probed(tmp_path, lora=True)
 
 
 def test_rows_that_lose_their_place_would_be_seen(tmp_path, monkeypatch):
