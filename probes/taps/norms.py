@@ -78,9 +78,9 @@ def _read_root_mean_square(module: nn.Module) -> RootMeanSquare | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or len(module._parameters) != 1 or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    kept = [
-        dtype for dtype in (*INNER_TYPES, torch.bfloat16, torch.float16) if _is_formula(module, eps, dtype)
-    ]
+    # torch's own warns where types differ, and is used with one.
+    mixed = () if isinstance(module, nn.RMSNorm) else (*INNER_TYPES, torch.bfloat16, torch.float16)
+    kept = [dtype for dtype in {weight.dtype, *mixed} if _is_formula(module, eps, dtype)]
     return RootMeanSquare(eps, frozenset(kept)) if kept else None
 
 
