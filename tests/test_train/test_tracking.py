@@ -137,6 +137,18 @@ def test_a_tracker_that_cannot_start_keeps_its_id_for_later(tmp_path, monkeypatc
     assert [(step, kind) for step, kind, _ in told] == [(7, "tracker_failed")]
 
 
+def test_a_tracker_that_fails_at_the_end_fails_at_the_last_step_told(tmp_path, monkeypatch):
+    broken = StubWandb()
+    broken.finish = lambda: (_ for _ in ()).throw(OSError("no upload"))
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    told = []
+    mirrors = open_mirrors(tmp_path, TrackingSection(to=("wandb",)), lambda *event: told.append(event))
+    mirrors.step(8, [], {"loss": 1.0})
+    with pytest.warns(UserWarning, match="no upload"):
+        mirrors.close()
+    assert [(step, kind) for step, kind, _ in told] == [(8, "tracker_failed")]
+
+
 @pytest.mark.parametrize("to", ["csv", "parquet"])
 def test_tables_forget_what_a_resume_forgets(tmp_path, to):
     section = TrackingSection(to=(to,))

@@ -67,6 +67,7 @@ class Mirrors:
         self.run_ids = dict(run_ids)
         self._slots = slots
         self._tell = tell
+        self._last_step = from_step or 0
         self._sinks: dict[str, Sink] = {}
         about = {"config": dict(config), "slots": dict(slots), "policies": dict(policies)}
         for name in section.to:
@@ -79,7 +80,7 @@ class Mirrors:
                 from_step=from_step,
                 about=about,
             )
-            self._guarded(name, from_step or 0, partial(exporter, target))
+            self._guarded(name, self._last_step, partial(exporter, target))
 
     def __enter__(self) -> Mirrors:
         return self
@@ -94,23 +95,26 @@ class Mirrors:
 
     def step(self, step: int, records: Sequence[UpdateRecord], metrics: Mapping[str, Any]) -> None:
         """Tells of one training step."""
+        self._last_step = step
         for name, sink in list(self._sinks.items()):
             self._guarded(name, step, partial(self._log_step, sink, step, records, metrics))
 
     def evaluation(self, step: int, row: Mapping[str, Any]) -> None:
         """Tells of one evaluation; `row` has its columns in `/eval`."""
+        self._last_step = step
         for name, sink in list(self._sinks.items()):
             self._guarded(name, step, partial(_log_evaluation, sink, step, row))
 
     def flush(self, step: int) -> None:
         """Makes what was told readable, as a checkpoint does."""
+        self._last_step = step
         for name, sink in list(self._sinks.items()):
             self._guarded(name, step, sink.flush)
 
     def close(self) -> None:
         """Ends the run at every tracker."""
         for name, sink in list(self._sinks.items()):
-            self._guarded(name, 0, sink.close)
+            self._guarded(name, self._last_step, sink.close)
         self._sinks = {}
 
     def _log_step(
