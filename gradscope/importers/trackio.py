@@ -13,27 +13,29 @@ from typing import Any
 from gradscope.errors import DataError
 from gradscope.importers.json_lines import NOT_JSON
 from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_mixture
+from gradscope.importers.wording import listed
 
 NAMES = ("run_name", "run_id")
 NEEDED = ("step", "metrics")
+HEADER = b"SQLite format 3"
 NOTE = "trackio's own step only numbers rows from 0: the training step is taken from a logged key, if any."
 
 
 class Importer:
-    """trackio's SQLite file of a project (choose among its runs with --where run_name=NAME)."""
+    """trackio's SQLite file of a project, or the folder with it (choose a run with --where run_name=NAME)."""
 
     def recognises(self, source: str) -> bool:
-        """Returns whether it is a SQLite file called `.db`, or a folder with one."""
+        """Returns whether it is a SQLite file, or a folder with some called `.db`, as TRACKIO_DIR is."""
         path = Path(source)
-        return path.is_file() and path.read_bytes()[:15] == b"SQLite format 3"
+        return _is_database(path) or bool(_databases(path))
 
     def read(self, source: str, settings: Settings) -> ForeignLog:
         """Returns the rows of one run.
 
         Raises:
-            DataError: It is absent, no project of trackio's, empty, or of several runs.
+            DataError: It is absent, no project of trackio's, empty, or of several projects or runs.
         """
-        path = existing(source, "trackio's SQLite file (PROJECT.db)")
+        path = _project(existing(source, "trackio's SQLite file (PROJECT.db) or the folder with it"))
         table = [row for row in _table(path) if settings.matches(row)]
         if not table:
             raise DataError(
@@ -46,6 +48,30 @@ class Importer:
             for row in table
         )
         return ForeignLog(rows, counter_is_step=False, notes=(NOTE,), about=_about(path, table[0]))
+
+
+def _project(path: Path) -> Path:
+    """Returns the file of the one project in a folder; a file as it is."""
+    if not path.is_dir():
+        return path
+    found = _databases(path)
+    if not found:
+        raise DataError(f"{path}: holds no SQLite file of a trackio project (PROJECT.db).")
+    if len(found) > 1:
+        names = listed(file.name for file in found)
+        raise DataError(f"{path}: holds {len(found)} projects of trackio's ({names}). Name one of the files.")
+    return found[0]
+
+
+def _databases(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("*.db")) if _is_database(file)] if folder.is_dir() else []
+
+
+def _is_database(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(HEADER)) == HEADER
 
 
 def _table(path: Path) -> list[dict[str, Any]]:

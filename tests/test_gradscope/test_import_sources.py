@@ -1,7 +1,9 @@
 """Every importer on a file that the tool's own library wrote: values come back by their schema names."""
 
+import contextlib
 import json
 import logging
+import sqlite3
 
 import numpy as np
 import pytest
@@ -170,11 +172,25 @@ def test_trackio_project_written_by_its_own_library(tmp_path, trackio_folder):
     log_to_trackio(trackio, "second", 1.0)
     with pytest.raises(gradscope.GradscopeError, match="--where run_name=first"):
         import_run(folder / "tests.db", tmp_path / "never.h5")
-    made, run = opened(folder / "tests.db", tmp_path, where={"run_name": "first"})
+    made, run = opened(folder, tmp_path, where={"run_name": "first"})  # where TRACKIO_DIR points
     assert made.format == "trackio"
     check_single_policy(run)  # steps from train/global_step, though its own count from 0
     assert run["train"]["wall_time"].notnull().all()
     assert any("only numbers rows" in note for note in made.notes)
+
+
+def test_a_folder_of_trackio_holds_one_project(tmp_path):
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    empty.mkdir()
+    full.mkdir()
+    for name in ("a.db", "b.db"):
+        with contextlib.closing(sqlite3.connect(full / name)) as connection, connection:
+            connection.execute("CREATE TABLE metrics (step, metrics)")
+    (empty / "c.db").write_text("no database", encoding="utf-8")
+    with pytest.raises(gradscope.GradscopeError, match=r"holds 2 projects of trackio's \(a\.db, b\.db\)"):
+        import_run(full, tmp_path / "never.h5")
+    with pytest.raises(gradscope.GradscopeError, match="holds no SQLite file of a trackio project"):
+        import_run(empty, tmp_path / "never.h5", format="trackio")
 
 
 def test_a_run_exported_to_trackio_goes_on_there_and_comes_back(tmp_path, trackio_folder):
