@@ -58,7 +58,7 @@ EVENT_KINDS = (
     "resume", "checkpoint", "checkpoint_damaged", "checkpoint_failed", "nonfinite_update", "skipped_update",
     "alarm", "intervention", "config_change", "probe_disabled", "coverage", "disk_full", "write_failed",
     "compaction_failed", "dropped_records", "dropped_episodes", "episodes_not_recorded", "failed",
-    "terminated", "tracker_failed",
+    "terminated", "tracker_failed", "momenta_lost",
 )  # fmt: skip
 """Kinds that our own code writes and readers know; a caller's own kinds are kept as they are."""
 

@@ -148,7 +148,7 @@ class Probe:
             self._scope.load_state_dict(state)
         except ProbeError as error:
             message = " ".join(str(error).split())[:300]
-            self.events.append(("coverage", f"Momentum from before counts as carried: {message}"))
+            self.events.append(("momenta_lost", f"Momentum from before counts as carried: {message}"))
 
     def take_events(self) -> list[tuple[str, str]]:
         """Returns the events since the last call."""
