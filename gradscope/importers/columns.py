@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradscope.errors import DataError
-from gradscope.importers.log import ForeignLog, Row, Settings, refuse_mixture, shown
+from gradscope.importers.log import ForeignLog, Row, Settings, no_rows, refuse_mixture, shown
 from gradscope.importers.wording import listed
 from gradscope.runfile.columns import number
 
@@ -42,8 +42,7 @@ def rows_of(
             raise DataError(f"{source}: no column '{column}'. It has {_some(names)}.")
     chosen = [row for row in table if settings.matches(row)]
     if not chosen:
-        wanted = ", ".join(f"{column}={value}" for column, value in settings.where.items())
-        raise DataError(f"{source}: no row{f' with {wanted}' if wanted else ''}, there is nothing to import.")
+        raise no_rows(source, settings)
     column = _step_column(names, source, settings)
     refuse_mixture(source, _runs(chosen, column), settings)
     rows = []

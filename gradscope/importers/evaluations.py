@@ -8,7 +8,15 @@ from typing import Any
 
 from gradscope.errors import DataError
 from gradscope.importers.json_lines import first_object, read_objects, whole_object
-from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_mixture
+from gradscope.importers.log import (
+    ForeignLog,
+    Row,
+    Settings,
+    existing,
+    no_rows,
+    refuse_mixture,
+    refuse_options,
+)
 
 STEPS = ("checkpoint_step", "step")
 COUNTS = ("num_correct", "num_total")
@@ -35,12 +43,13 @@ class Importer:
             DataError: Steps or counts are missing, or the file holds several runs.
         """
         path = existing(source, "a file of evaluations")
+        refuse_options(source, "files of evaluations", settings, "step")
         whole = whole_object(path)
         is_lists = isinstance(whole.get("num_correct"), list)
         table, torn = (_from_lists(path, whole), ()) if is_lists else read_objects(path)
         chosen = [row for row in table if settings.matches(row)]
         if not chosen:
-            raise DataError(f"{path}: no evaluation{' matches --where' if settings.where else ''}.")
+            raise no_rows(str(path), settings, what="evaluation")
         runs = {key: {str(row[key]) for row in chosen if key in row} for key in RUNS}
         refuse_mixture(str(path), runs, settings)
         rows = tuple(_row(path, number, row) for number, row in enumerate(chosen, 1))

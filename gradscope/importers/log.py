@@ -128,6 +128,31 @@ def existing(source: str, what: str) -> Path:
     return path
 
 
+def refuse_options(source: str, form: str, settings: Settings, *names: str) -> None:
+    """Refuses options that a format has no use for.
+
+    Args:
+        source: Where the rows are from.
+        form: The format, as it ends a sentence.
+        settings: As given.
+        names: Those that it does not know, of `step` and `where`.
+
+    Raises:
+        DataError: One is given.
+    """
+    for name in names:
+        if getattr(settings, name):
+            own = " (or 'step:' in the mapping file)" if name == "step" else ""
+            raise DataError(f"{source}: --{name}{own} means nothing for {form}; leave it out.")
+
+
+def no_rows(source: str, settings: Settings, *, what: str = "row") -> DataError:
+    """Returns the error of a source of which nothing is left once rows were chosen."""
+    wanted = ", ".join(f"{column}={value}" for column, value in settings.where.items())
+    chosen = f" matches --where {wanted}" if wanted else ""
+    return DataError(f"{source}: no {what}{chosen}, there is nothing to import.")
+
+
 def refuse_mixture(source: str, runs: Mapping[str, set[str]], settings: Settings) -> None:
     """Refuses a source in which a column that names the run has several values.
 

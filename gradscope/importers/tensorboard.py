@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DataError
-from gradscope.importers.log import ForeignLog, Row, Settings, existing
+from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_options
 from gradscope.importers.wording import listed, plain
 
 MARK = "tfevents"
@@ -34,6 +34,7 @@ class Importer:
             DataError: There are no event files, they hold no scalars, or they are of several runs.
         """
         path = existing(source, "an event file or a folder of them")
+        refuse_options(source, "event files", settings, "step", "where")
         files = [path] if path.is_file() else _files(path)
         chosen = [file for file in files if file.parent == path] or files
         folders = sorted({str(file.parent.relative_to(path)) for file in files} if path.is_dir() else ())

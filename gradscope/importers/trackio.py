@@ -12,7 +12,15 @@ from typing import Any
 
 from gradscope.errors import DataError
 from gradscope.importers.json_lines import NOT_JSON
-from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_mixture
+from gradscope.importers.log import (
+    ForeignLog,
+    Row,
+    Settings,
+    existing,
+    no_rows,
+    refuse_mixture,
+    refuse_options,
+)
 from gradscope.importers.wording import listed
 
 NAMES = ("run_name", "run_id")
@@ -36,11 +44,10 @@ class Importer:
             DataError: It is absent, no project of trackio's, empty, or of several projects or runs.
         """
         path = _project(existing(source, "trackio's SQLite file (PROJECT.db) or the folder with it"))
+        refuse_options(source, "trackio's SQLite file", settings, "step")
         table = [row for row in _table(path) if settings.matches(row)]
         if not table:
-            raise DataError(
-                f"{path}: no row{' matches --where' if settings.where else ''}, nothing to import."
-            )
+            raise no_rows(str(path), settings)
         names = [name for name in NAMES if name in table[0]]
         refuse_mixture(str(path), {name: {str(row[name]) for row in table} for name in names[:1]}, settings)
         rows = tuple(

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradscope.errors import DataError
 from gradscope.importers.json_lines import NOT_JSON
-from gradscope.importers.log import ForeignLog, Row, Settings, existing
+from gradscope.importers.log import ForeignLog, Row, Settings, existing, refuse_options
 
 FILE = "trainer_state.json"
 
@@ -25,9 +25,10 @@ class Importer:
         """Returns the entries of `log_history`.
 
         Raises:
-            DataError: There is none, or it is empty.
+            DataError: There is none, or it is empty; or options are given that it does not know.
         """
         path = _find(existing(source, FILE))
+        refuse_options(source, "a Trainer's state", settings, "step", "where")
         if path is None:
             raise DataError(f"{source}: holds no {FILE}, nor does a checkpoint-* folder in it.")
         history = _history(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradscope.errors import DataError
 from gradscope.importers.json_lines import first_object, read_objects, with_numbers
-from gradscope.importers.log import ForeignLog, Row, Settings, existing
+from gradscope.importers.log import ForeignLog, Row, Settings, existing, no_rows, refuse_options
 from gradscope.importers.wording import listed
 
 
@@ -28,9 +28,12 @@ class Importer:
             DataError: A line lacks step or data, or the file is absent or empty.
         """
         path = existing(source, "the JSON Lines of verl's file logger")
+        refuse_options(source, "verl's file logger", settings, "step")
         objects, torn = read_objects(path)
         rows = [_row(path, number, line) for number, line in enumerate(objects, 1)]
         chosen = [row for row in rows if settings.matches(row.values)]
+        if not chosen:
+            raise no_rows(str(path), settings)
         values, spelled = with_numbers([dict(row.values) for row in chosen])
         return ForeignLog(
             tuple(Row(row.counter, own) for row, own in zip(chosen, values, strict=True)),

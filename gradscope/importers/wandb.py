@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DataError
-from gradscope.importers.log import ForeignLog, Row, Settings
+from gradscope.importers.log import ForeignLog, Row, Settings, refuse_options
 
 RUN = re.compile(r"[\w.-]+/[\w.-]+/(?:runs/)?[\w.-]+")
 NOTE = "W&B's own _step counts log calls: the training step is taken from a logged key, if any."
@@ -33,6 +33,7 @@ class Importer:
                 f"{source}: an offline file of W&B's, which its own library cannot read either. Run "
                 "'wandb sync' and import wandb:ENTITY/PROJECT/RUN_ID, or export the history as parquet."
             )
+        refuse_options(source, "a run of W&B's", settings, "step", "where")
         name = source.removeprefix("wandb:")
         if not RUN.fullmatch(name):
             raise DataError(f"{source}: expected wandb:ENTITY/PROJECT/RUN_ID.")
