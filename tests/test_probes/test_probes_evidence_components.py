@@ -142,7 +142,9 @@ def test_parts_are_in_the_run_file_by_slot(nano, tmp_path):
             parts = parts_of(nano, model, batch, reference)
         scope.evidence.components(parts)
         sum(parts.values()).backward()
-        record = scope.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = scope.step(optimizer)
+        optimizer.step()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             writer.append(1, record)

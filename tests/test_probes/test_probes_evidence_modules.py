@@ -188,7 +188,9 @@ def test_evidence_of_a_record_is_in_the_run_file(nano, tmp_path):
             with scope.rows(batch.slots, problems=["p"] * 10, row_ids=[f"{step}-{row}" for row in range(10)]):
                 loss = nano.loss(model, batch)
             loss.backward()
-            records.append(scope.step(torch.optim.SGD(model.parameters(), lr=0.1)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            records.append(scope.step(optimizer))
+            optimizer.step()
             writer.append(step, records[-1])
     run = gradscope.open_run(tmp_path / "run")
     stored = run["modules"]
