@@ -17,8 +17,7 @@ from gradscope.importers.reading import Choices, ReadLog, read_log
 from gradscope.importers.scores import Score, Totals
 from gradscope.importers.steps import step_of
 from gradscope.runfile import RunWriter
-
-KEPT_AS_USER = r"(?s).*is not in the schema; it is kept as /user/"
+from gradscope.runfile.intake import KEPT_AS_USER
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _write(log: ReadLog, out: Path) -> None:
         table[entry.segment, entry.step].append(entry)
     for number, segment in enumerate(log.segments):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", KEPT_AS_USER, UserWarning)
+            warnings.filterwarnings("ignore", f"(?s).*{KEPT_AS_USER}", UserWarning)
             with RunWriter(
                 out,
                 slots=log.roster.slots,

@@ -25,6 +25,8 @@ from gradscope.schema import (
     base_dim,
 )
 
+KEPT_AS_USER = "is not in the schema; it is kept as /user/"
+"""Words of the warning of a name of the caller's own, for those who silence it."""
 _LOGGED_DIMS = ("slot", "role", "phase", "module")
 _RESERVED = {*LABEL_DIMS, *MIRROR_DIMS, *NUMBERED_DIMS, *(table.dim for table in TABLES.values())}
 _SET_BY_WRITER = {"update", "step", "segment", "policy"}
@@ -283,7 +285,7 @@ class Intake:
             self.layout = self.layout.with_user(table, known)
             schema_names = [v.name for group in ("train", "updates") for v in TABLES[group].variables]
             hint = nearest(name, schema_names)
-            self.notice(name, f"'{name}' is not in the schema; it is kept as /user/{stored}.{hint}")
+            self.notice(name, f"'{name}' {KEPT_AS_USER}{stored}.{hint}")
         if known.dims != dims or (known.dtype == "f8" and dtype == "str"):
             self.notice(
                 f"{name} changed",

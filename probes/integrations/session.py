@@ -22,6 +22,7 @@ from gradscope.probes.routing import route_slots
 from gradscope.probes.scope import Scope
 from gradscope.probes.targets import Mode
 from gradscope.runfile import RunWriter
+from gradscope.runfile.intake import KEPT_AS_USER
 from gradscope.runfile.paths import RunPaths
 from gradscope.runfile.update import UpdateRecord
 
@@ -224,7 +225,7 @@ class Session:
         if self._writer is not None:
             with warnings.catch_warnings():
                 # A trainer has names of its own, which are kept as they are.
-                warnings.filterwarnings("ignore", message=r".*is not in the schema; it is kept as /user/")
+                warnings.filterwarnings("ignore", message=f".*{KEPT_AS_USER}")
                 self._writer.append(step, records, metrics=metrics)
 
     def _go_to(self, step: int) -> None:
