@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from gradscope import derive
 from gradscope.runfile.columns import number
-from gradscope.runfile.update import UpdateRecord
+from gradscope.runfile.update import UpdateRecord, update_paths
 from gradscope.schema import TABLES
 
 PRODUCTS = ("gram", "gram_cross")
@@ -42,14 +41,8 @@ def train_values(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def update_values(records: Sequence[UpdateRecord], *, products: bool) -> dict[str, float]:
     """Returns the numbers of a step's updates by name, with their inner products where asked for."""
-    num = Counter(record.policy for record in records)
-    seen: Counter[str] = Counter()
     values: dict[str, float] = {}
-    for record in records:
-        place = f"updates/{record.policy}"
-        if num[record.policy] > 1:
-            place += f"/{seen[record.policy]}"
-        seen[record.policy] += 1
+    for place, record in zip(update_paths(records), records, strict=True):
         for name, value in record.scalars.items():
             _put(values, f"{place}/{name}", value)
         for name, counts in record.counts.items():

@@ -14,7 +14,7 @@ from gradscope.errors import nearest
 from gradscope.runfile.batch import Batch
 from gradscope.runfile.columns import Placed, Row, columns_of, entries, number, text
 from gradscope.runfile.layout import Layout, user_variable
-from gradscope.runfile.update import UpdateRecord
+from gradscope.runfile.update import UpdateRecord, minibatches
 from gradscope.schema import (
     EXTRA_CONTRIBUTORS,
     LABEL_DIMS,
@@ -64,9 +64,8 @@ class Intake:
         user: Row = {}
         updates: list[Row] = []
         user_updates: list[Row] = []
-        for order, record in enumerate(records):
+        for order, (record, before) in enumerate(zip(records, minibatches(records), strict=True)):
             own: Row = {}
-            before = sum(other.policy == record.policy for other in records[:order])
             place = {"update": next_update + order, "step": row["step"], "segment": row["segment"]}
             updates.append({"minibatch": before, **self._update(record, own), **place})
             if own:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from gradscope.runfile import durable
 from gradscope.runfile.columns import number
-from gradscope.runfile.update import UpdateRecord
+from gradscope.runfile.update import UpdateRecord, update_paths
 
 _ENCODER = json.JSONEncoder(default=str)
 _FLOAT = frozenset({float})
@@ -119,13 +118,9 @@ def _paths(prefix: str, names: tuple[Any, ...]) -> list[str]:
 
 def _updates(records: Sequence[UpdateRecord]) -> dict[str, Any]:
     """Returns the numbers of a step's updates by policy, and by minibatch where it had several."""
-    num = Counter(record.policy for record in records)
-    seen: Counter[str] = Counter()
     values: dict[str, Any] = {}
-    for record in records:
-        place = f"/{seen[record.policy]}" if num[record.policy] > 1 else ""
-        seen[record.policy] += 1
-        _flatten(f"updates/{record.policy}{place}", record.scalars, values)
+    for path, record in zip(update_paths(records), records, strict=True):
+        _flatten(path, record.scalars, values)
     return values
 
 

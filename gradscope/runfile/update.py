@@ -5,6 +5,8 @@ An update is one optimizer step of one policy: the axis of everything about grad
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,3 +71,22 @@ class UpdateRecord:
     rows: RowEvidence | None = None
     components: ComponentGram | None = None
     pending: bool = False
+
+
+def minibatches(records: Sequence[UpdateRecord]) -> list[int]:
+    """Returns each record's running number among those of its policy, of the records of one step."""
+    seen: Counter[str] = Counter()
+    numbers = []
+    for record in records:
+        numbers.append(seen[record.policy])
+        seen[record.policy] += 1
+    return numbers
+
+
+def update_paths(records: Sequence[UpdateRecord]) -> list[str]:
+    """Returns `updates/POLICY` of each record of a step, `updates/POLICY/MINIBATCH` where it had several."""
+    num = Counter(record.policy for record in records)
+    return [
+        f"updates/{record.policy}/{place}" if num[record.policy] > 1 else f"updates/{record.policy}"
+        for record, place in zip(records, minibatches(records), strict=True)
+    ]
