@@ -18,6 +18,7 @@ COUNTERS = ("_step",)
 TIMES = ("_timestamp", "timestamp", "wall_time", "Wall time", "train/wall_time")
 RUNS = ("run_name", "run_id", "run", "Name")
 """Columns that tell runs apart in one table."""
+NO_COLUMNS = "no columns"
 SEEDS = ("seed", "random_seed", "trial", "experiment", "experiment_name")
 """Columns that tell runs apart where one step stands under several of their values."""
 
@@ -39,7 +40,9 @@ def rows_of(
     names = list(dict.fromkeys([*columns, *(name for row in table for name in row)]))
     for column in settings.where:
         if column not in names:
-            raise DataError(f"{source}: no column '{column}'. It has {_some(names)}.")
+            raise DataError(
+                f"{source}: no column '{column}'. It has {listed(names, most=8, none=NO_COLUMNS)}."
+            )
     chosen = [row for row in table if settings.matches(row)]
     if not chosen:
         raise no_rows(source, settings)
@@ -73,18 +76,17 @@ def _runs(rows: Sequence[Mapping[str, Any]], step: str) -> dict[str, set[str]]:
 def _step_column(names: Sequence[str], source: str, settings: Settings) -> str:
     if settings.step is not None:
         if settings.step not in names:
-            raise DataError(f"{source}: no column '{settings.step}'. It has {_some(names)}.")
+            raise DataError(
+                f"{source}: no column '{settings.step}'. It has {listed(names, most=8, none=NO_COLUMNS)}."
+            )
         return settings.step
     found = next((name for name in STEPS if name in names), None)
     if found is None:
         raise DataError(
-            f"{source}: no column of steps ({', '.join(STEPS)}). It has {_some(names)}. Name it with --step."
+            f"{source}: no column of steps ({', '.join(STEPS)}). "
+            f"It has {listed(names, most=8, none=NO_COLUMNS)}. Name it with --step."
         )
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    return listed(names, most=8) or "no columns"
 
 
 def _number(value: Any) -> float:

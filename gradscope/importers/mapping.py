@@ -61,7 +61,7 @@ class MappingFile:
             if column not in names:
                 raise ConfigError(
                     f"{self.name}: {place} names the column '{column}', which {source} does not have."
-                    f"{nearest(column, names)} It has {listed(names, most=8) or 'none'}."
+                    f"{nearest(column, names)} It has {listed(names, most=8, none='none')}."
                 )
 
     def check_places(self, keys: Iterable[str], read: Callable[[str], Meaning], people: Roster) -> None:

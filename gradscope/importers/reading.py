@@ -22,6 +22,8 @@ from gradscope.importers.telling import limits_of, notes_of, renamed_note, said_
 from gradscope.importers.wording import listed
 from gradscope.runfile.columns import number
 
+NO_NUMBERS = "none holds numbers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
@@ -176,8 +178,8 @@ def _spoken(
     read = dialect.reader(choices.role_pattern)
     if not any(read(key).metric for key in keys):
         raise DataError(
-            f"{source}: dialect '{name}' knows none of its keys ({_some(keys)}). Say what they mean with "
-            "--mapping FILE.yaml."
+            f"{source}: dialect '{name}' knows none of its keys ({listed(keys, none=NO_NUMBERS)}). "
+            "Say what they mean with --mapping FILE.yaml."
         )
     return name, dialect
 
@@ -192,8 +194,8 @@ def _dialect_of(keys: Sequence[str], source: str, role_pattern: str | None) -> s
     best = max(known, key=lambda name: known[name])
     if not known[best]:
         raise DataError(
-            f"{source}: no dialect knows any of its keys ({_some(keys)}). Say what they mean with "
-            "--mapping FILE.yaml; see docs/importing.md."
+            f"{source}: no dialect knows any of its keys ({listed(keys, none=NO_NUMBERS)}). Say what they "
+            "mean with --mapping FILE.yaml; see docs/importing.md."
         )
     return best
 
@@ -216,18 +218,14 @@ def _left_out(log: ForeignLog, keys: Sequence[str]) -> list[str]:
         for key, value in row.values.items()
         if key in known and number(value) is None and value is not None
     }
-    texts = [f"{len(mixed)} key(s) hold text between numbers, which is left out ({_some([*mixed])})."]
+    texts = [f"{len(mixed)} key(s) hold text between numbers, which is left out ({listed([*mixed])})."]
     others = [key for key in dict.fromkeys(key for row in log.rows for key in row.values) if key not in known]
     if not others:
         return texts if mixed else []
     return [
         *(texts if mixed else []),
-        f"{len(others)} key(s) hold no numbers and are left out ({_some(others)}).",
+        f"{len(others)} key(s) hold no numbers and are left out ({listed(others)}).",
     ]
-
-
-def _some(keys: Sequence[str]) -> str:
-    return listed(keys) or "none holds numbers"
 
 
 def _need_anything(source: str, table: Sequence[Entry], scores: Sequence[Sequence[Score]]) -> None:

@@ -48,6 +48,6 @@ def _row(path: Path, number: int, line: dict[str, Any]) -> Row:
     if not isinstance(step, int | float) or not math.isfinite(step) or not isinstance(data, dict):
         raise DataError(
             f'{path}, entry {number}: expected {{"step": number, "data": object}}, found keys '
-            f"{listed(line) or 'none'}. For flat lines use --format jsonl."
+            f"{listed(line, none='none')}. For flat lines use --format jsonl."
         )
     return Row(step, data)

@@ -12,11 +12,11 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def listed(names: Iterable[object], *, most: int = 6) -> str:
-    """Returns the first names, and how many more there are; empty when there are none."""
+def listed(names: Iterable[object], *, most: int = 6, none: str = "") -> str:
+    """Returns the first names, and how many more there are; `none` when there are none."""
     texts = [plain(str(name)) or NAMELESS for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return ", ".join(texts[:most]) + more if texts else none
 
 
 def ordinal(number: float) -> str:
