@@ -17,7 +17,7 @@ import typer.core
 import typer.main
 
 from gradscope.errors import GradscopeError, nearest
-from gradscope.extras import extra_of
+from gradscope.extras import extra_of, installing
 
 # Some releases of typer carry their own copy of click, so its errors are reached through typer's own.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -137,10 +137,7 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _missing(package: str, extra: str) -> str:
-    return (
-        f"this command needs the package {package}, which is not installed. "
-        f"Run 'pip install \".[{extra}]\"' in the source folder of gradscope."
-    )
+    return f"this command needs the package {package}, which is not installed. {installing(extra)}."
 
 
 def _show_warning(

@@ -28,6 +28,12 @@ EXTRAS = {
 """Job to the extra that brings its packages."""
 
 
+def installing(extra: str | None) -> str:
+    """Returns how an extra is installed, as a sentence goes on; None for the plain installation."""
+    what = f'".[{extra}]"' if extra else "."
+    return f"Run 'pip install {what}' in the source folder of gradscope"
+
+
 def extra_of(package: str) -> str | None:
     """Returns the largest extra that brings a package; None for one that no extra brings."""
     found = [extra for job, extra in EXTRAS.items() if package in NEEDS[job]]

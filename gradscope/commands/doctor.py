@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from gradscope.extras import EXTRAS, NEEDS
+from gradscope.extras import EXTRAS, NEEDS, installing
 from gradscope.runfile.promises import check_folder
 
 
@@ -58,9 +58,7 @@ def _packages() -> list[Check]:
         found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
         advice = ""
         if missing:
-            extra = EXTRAS.get(job)
-            what = f'".[{extra}]"' if extra else "."
-            advice = f"missing: {', '.join(missing)}. Run 'pip install {what}' in the source folder."
+            advice = f"missing: {', '.join(missing)}. {installing(EXTRAS.get(job))}."
         # Only diagnosis is needed by everybody; the rest is a choice.
         checks.append(Check(f"packages: {job}", job != "diagnosis" or not missing, found or "none", advice))
     return checks

@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 
 from gradscope.errors import RunFileError
+from gradscope.extras import extra_of, installing
 from gradscope.runfile.damage import usable
 from gradscope.schema import LABEL_DIMS, MIRROR_DIMS, NUMBERED_DIMS, SUPERSEDED
 
@@ -45,7 +46,7 @@ def concatenated(
     if chunks is not None and find_spec("dask") is None:
         raise RunFileError(
             "open_run: chunks need the package dask, which is not installed. "
-            "Run 'pip install \".[dask]\"' in the source folder of gradscope, or leave chunks out."
+            f"{installing(extra_of('dask'))}, or leave chunks out."
         )
     runs = [open_one(path) for path in paths]
     places = dict.fromkeys(node.path for run in runs for node in run.subtree if not _is_superseded(node.path))

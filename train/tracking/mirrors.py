@@ -14,6 +14,7 @@ from gradscope.errors import ConfigError
 from gradscope.exporters import EXPORTERS
 from gradscope.exporters.names import evaluation_values, gradient_values, train_values, update_values
 from gradscope.exporters.sink import Sink, Target, present
+from gradscope.extras import extra_of, installing
 from gradscope.runfile import UpdateRecord
 from gradscope.train.config.sections import TrackingSection
 
@@ -31,7 +32,7 @@ def check_installed(section: TrackingSection) -> None:
         if package and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"tracking.to: '{name}' needs the package {package}, which is not installed. "
-                "Run 'pip install \".[importers]\"' in the source folder of gradscope, or leave it out."
+                f"{installing(extra_of(package))}, or leave it out."
             )
 
 
