@@ -59,7 +59,7 @@ class LazyGroup(typer.core.TyperGroup):
         own = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
         module = importlib.import_module(f"gradscope.commands.{own}")
         function = getattr(module, f"{cmd_name}_", None) or getattr(module, cmd_name)
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         single.command(name=cmd_name)(function)
         return typer.main.get_command(single)
 
