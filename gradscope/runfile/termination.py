@@ -1,4 +1,4 @@
-"""Lets logs end well when the process is asked to stop by SIGTERM and nobody else takes care of that.
+"""Who may be at work on a log: one thread at a time, of one process, and to its end when SIGTERM comes.
 
 Schedulers send it some seconds before they kill. A handler is installed only where there is none, by the main
 thread; the process dies of the signal all the same, as its parent expects.
@@ -15,16 +15,26 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from gradscope.errors import RunFileError
+
 
 class Termination:
     """Calls a function once when SIGTERM comes, never in the middle of a `with` block of this object.
 
+    Of several threads one is in such a block at a time; it may enter another.
+
     Args:
         end: What to do.
+        name: The log's, for messages.
+
+    Raises:
+        RunFileError: On entering, in a process that was forked from the one that made this object.
     """
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    def __init__(self, end: Callable[[], None], name: str) -> None:
         self._end = end
+        self._name = name
+        self._turn = threading.RLock()
         self._depth = 0
         self._requested = False
         self._process = os.getpid()
@@ -33,6 +43,11 @@ class Termination:
             signal.signal(signal.SIGTERM, _stop)
 
     def __enter__(self) -> None:
+        if not self.is_own:  # asked first: a thread that the fork lacks may hold the lock for ever
+            raise RunFileError(
+                f"{self._name}: this writer belongs to process {self._process}; open one of its own."
+            )
+        self._turn.acquire()
         self._depth += 1
 
     def __exit__(
@@ -42,7 +57,9 @@ class Termination:
         trace: TracebackType | None,
     ) -> None:
         self._depth -= 1
-        if self._requested and not self._depth:
+        is_due = self._requested and not self._depth
+        self._turn.release()
+        if is_due:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def release(self) -> None:
@@ -58,7 +75,8 @@ class Termination:
 
     def end(self) -> None:
         """Does what is to be done."""
-        self._end()
+        with self._turn:
+            self._end()
 
     @property
     def is_own(self) -> bool:
@@ -84,7 +102,7 @@ Self = TypeVar("Self", bound=Terminable)
 def uninterrupted(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """Makes a method finish before the process dies of SIGTERM."""
+    """Makes a method wait for its turn and finish before the process dies of SIGTERM."""
 
     @functools.wraps(method)
     def whole(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gradscope.errors import RunFileError, SchemaError
@@ -33,7 +32,8 @@ class RunWriter:
     `finished_at`. Data never makes it raise in the middle of a run: unknown names are kept under `/user`,
     labels that turn up late extend the file, what cannot be stored is left out, and a full or failing disk
     makes records wait in memory; each warns once (UserWarning). SIGTERM lets an append finish and leaves an
-    event `terminated` before the process dies of it, unless the program handles the signal itself.
+    event `terminated` before the process dies of it, unless the program handles the signal itself. Threads may
+    share a writer. In a forked process its methods raise RunFileError, and closing does nothing.
 
     Args:
         path: The run directory, made if absent (or a file name ending in `.h5`).
@@ -84,7 +84,7 @@ class RunWriter:
                 self._recorder = Recorder(self.paths, begin, policies, self._lock, fsync=policy)
                 if self._mirror.num_foreign:
                     self._recorder.notice("foreign", self._mirror.foreign_notice)
-                self._termination = Termination(self._terminate)
+                self._termination = Termination(self._terminate, str(self.paths.file))
             except BaseException:
                 self._lock.release()
                 raise
@@ -267,28 +267,26 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end(error)
+    def __exit__(self, *failure: Any) -> None:
+        self._end(failure[1])
 
     def _terminate(self) -> None:  # quickly: the process is about to be killed
         self._recorder.terminate(max(self._last_step or 0, 0))
         self._lock.release()
 
     def _end(self, error: BaseException | None) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._termination.release()
-        try:
-            self._mirror.close()
-            self._recorder.close(max(self._last_step or 0, 0), error)
-        finally:
-            self._lock.release()
+        if not self._termination.is_own:
+            return  # the run is the parent's
+        with self._termination:
+            if self._closed:
+                return
+            self._closed = True
+            self._termination.release()
+            try:
+                self._mirror.close()
+                self._recorder.close(max(self._last_step or 0, 0), error)
+            finally:
+                self._lock.release()
 
     def _checked(self, step: int) -> int:
         if self._closed:
