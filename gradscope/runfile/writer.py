@@ -71,7 +71,7 @@ class RunWriter:
         layout = Layout.of_slots(slots, policy_of_slots(slots, policies))
         attributes = provenance.root_attributes(config, seed, hardware)
         policy = checked_fsync(fsync)
-        self.paths = RunPaths.of(path)
+        self.paths = RunPaths.of(Path(path).absolute())  # the process may change its folder
         self._closed = False
         try:
             self.paths.directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A writer that threads share or that a fork inherits."""
+"""A writer that threads share, that a fork inherits, or whose process goes to another folder."""
 
 import os
 import threading
@@ -154,3 +154,17 @@ def test_a_closed_writer_says_so_in_its_own_process(tmp_path):
     writer.close()
     with pytest.raises(RunFileError, match="this writer is closed"):
         writer.append(0)
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunWriter("run", slots=SLOTS, policies=POLICIES) as writer:
+        writer.append(0)
+        os.chdir(tmp_path / "elsewhere")
+        for step in range(1, 101):
+            writer.append(step)
+        assert open_run(tmp_path / "run")["train"].sizes["step"] == 101
+    assert open_run(tmp_path / "run")["train"].sizes["step"] == 101
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 101
+    assert list((tmp_path / "elsewhere").iterdir()) == []
