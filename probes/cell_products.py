@@ -2,7 +2,7 @@
 
 On an accelerator they are float64 products. On a CPU those take longer than float32 products by what casting
 costs, so chunks of columns are multiplied in float32 and added up in float64: off by less than 1e-7 of
-|g_k| |g_l|. Where squares leave the range of float32, that stretch is float64 too.
+|g_k| |g_l|; the gradient's own norm is float64. Where squares leave the range of float32, that stretch is float64 too.
 
 Legend: C cells, n columns, B chunks of L columns.
 """
@@ -41,9 +41,10 @@ def _in_chunks(sums_Cn: torch.Tensor, gradient_n: torch.Tensor) -> torch.Tensor:
     for start, stop, length in _stretches(len(gap_n)):
         sums_BCL = sums_Cn[:, start:stop].unflatten(1, (-1, length)).transpose(0, 1)
         result[:-2] += torch.bmm(sums_BCL, sums_BCL.transpose(1, 2)).double().sum(0).flatten()
-        for place, numbers_n in ((-2, gap_n), (-1, gradient_n)):
-            norm_B = torch.linalg.vector_norm(numbers_n[start:stop].view(-1, length), dim=1)
-            result[place] += norm_B.double().square().sum()
+        gap_B = torch.linalg.vector_norm(gap_n[start:stop].view(-1, length), dim=1)
+        result[-2] += gap_B.double().square().sum()
+    # One vector costs little: the norm that clipping sees is told in full.
+    result[-1] = torch.linalg.vector_norm(gradient_n, dtype=torch.float64).square()
     return result
 
 

@@ -25,13 +25,10 @@ def sum_by_cell(
         cells: The cells of the policy.
     """
     if x_TD.device.type == "cpu":
-        chosen_CN = _chosen(batch, cells, x_TD.dtype)
-        num_tokens = len(x_TD) // len(batch)
-        if scale_T is None:
-            weights_CNS = chosen_CN.unsqueeze(2).expand(-1, -1, num_tokens)
-        else:
-            weights_CNS = chosen_CN.unsqueeze(2) * scale_T.view(len(batch), num_tokens)
-        return weights_CNS.reshape(len(chosen_CN), -1) @ x_TD
+        product_CD = _product(x_TD, scale_T, batch, cells)
+        # A zero times what is not finite is no zero: one diverged slot would spoil the others.
+        if bool(product_CD.isfinite().all()):
+            return product_CD
     # Not as a product on an accelerator, where TF32 might round it.
     if scale_T is not None:
         x_TD = x_TD * scale_T.view(-1, 1)
@@ -39,6 +36,16 @@ def sum_by_cell(
     # One row more takes what belongs to no cell.
     parts = rows_ND.new_zeros(len(cells) + 1, x_TD.shape[1])
     return parts.index_add_(0, batch.places(cells, x_TD.device), rows_ND)[:-1]
+
+
+def _product(x_TD: torch.Tensor, scale_T: torch.Tensor | None, batch: RowBatch, cells: Cells) -> torch.Tensor:
+    chosen_CN = _chosen(batch, cells, x_TD.dtype)
+    num_tokens = len(x_TD) // len(batch)
+    if scale_T is None:
+        weights_CNS = chosen_CN.unsqueeze(2).expand(-1, -1, num_tokens)
+    else:
+        weights_CNS = chosen_CN.unsqueeze(2) * scale_T.view(len(batch), num_tokens)
+    return weights_CNS.reshape(len(chosen_CN), -1) @ x_TD
 
 
 def all_in_cells(batch: RowBatch, cells: Cells) -> bool:
