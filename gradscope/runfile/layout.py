@@ -218,11 +218,15 @@ def policy_of_slots(slots: Mapping[str, str], policies: Mapping[str, str]) -> di
     """Returns slot to policy from a map whose keys are roles or slots.
 
     Raises:
-        SchemaError: A slot has no policy, or there are no slots.
+        SchemaError: A slot has no policy, there are no slots, or a name is no text that a file can hold.
         UnknownNameError: A key is neither slot nor role.
     """
     if not slots:
         raise SchemaError("slots: empty; expected slot to role, such as {'generator/0': 'generator'}.")
+    named = {"slot": slots, "role": slots.values(), "policies:": policies, "policy": policies.values()}
+    for kind, names in named.items():
+        for name in names:
+            _check_name(kind, name)
     allowed = list(dict.fromkeys([*slots.values(), *slots]))
     for key in policies:
         if key not in allowed:
@@ -234,3 +238,19 @@ def policy_of_slots(slots: Mapping[str, str], policies: Mapping[str, str]) -> di
                 f"{', '.join(policies) or 'nothing'} has. Add '{role}': NAME."
             )
     return {slot: policies.get(slot, policies.get(role, "")) for slot, role in slots.items()}
+
+
+def _check_name(kind: str, name: object) -> None:
+    """Checks that a file can hold a name.
+
+    Raises:
+        SchemaError: It cannot.
+    """
+    if not isinstance(name, str):
+        raise SchemaError(
+            f"{kind} {name!r}: a name must be a text, not {type(name).__name__}. Spell it as one."
+        )
+    if not name or "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
+        raise SchemaError(
+            f"{kind} {name!a}: a name must not be empty or hold NUL or half of a surrogate pair. Rename it."
+        )

@@ -32,8 +32,8 @@ class RunWriter:
     `finished_at`. Data never makes it raise in the middle of a run: unknown names are kept under `/user`,
     labels that turn up late extend the file, what cannot be stored is left out, and a full or failing disk
     makes records wait in memory; each warns once (UserWarning). SIGTERM lets an append finish and leaves an
-    event `terminated` before the process dies of it, unless the program handles the signal itself. Threads may
-    share a writer. In a forked process its methods raise RunFileError, and closing does nothing.
+    event `terminated` before the process dies of it, unless the program handles the signal itself. Threads
+    may share a writer. In a forked process its methods raise RunFileError, and closing does nothing.
 
     Args:
         path: The run directory, made if absent (or a file name ending in `.h5`).
@@ -51,7 +51,8 @@ class RunWriter:
     Raises:
         RunFileError: A run is there and `resume_from_step` was not given, or the other way round; another
             writer is at work; or the run there cannot be read.
-        SchemaError: A slot has no policy, or changed its role or policy since the run began; `fsync` is none.
+        SchemaError: A slot has no policy, or changed its role or policy since the run began; a name is no
+            text that a file can hold; `fsync` is none.
         UnknownNameError: A key of `policies` is neither slot nor role.
     """
 

@@ -128,6 +128,30 @@ def test_a_closed_writer_is_refused(tmp_path):
     assert "this writer is closed" in refusal(RunFileError, lambda: writer.append(0))
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (0, "0: a name must be a text, not int"),
+        (None, "None: a name must be a text, not NoneType"),
+        ("", "'': a name must not be empty or hold NUL"),
+        ("a\0b", r"'a\x00b': a name must not be empty or hold NUL"),
+        ("\ud83d", r"'\ud83d': a name must not be empty or hold NUL or half of a surrogate pair"),
+    ],
+)
+def test_names_must_be_texts_that_a_file_can_hold(tmp_path, name, what):
+    for kind, slots, policies in (
+        ("slot", {name: "a"}, {"a": "p"}),
+        ("role", {"a/0": name}, {name: "p"}),
+        ("policy", {"a/0": "a"}, {"a": name}),
+        ("policies:", {"a/0": "a"}, {"a": "p", name: "p"}),
+    ):
+        message = refusal(
+            SchemaError, lambda own=(slots, policies): RunWriter(tmp_path, slots=own[0], policies=own[1])
+        )
+        assert message.startswith(f"{kind} {what}")
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_policies_must_fit_the_slots(tmp_path):
     assert "policies: unknown role or slot 'aa'. Did you mean 'a'?" in refusal(
         UnknownNameError, lambda: RunWriter(tmp_path, slots=SLOTS, policies={"aa": "p"})

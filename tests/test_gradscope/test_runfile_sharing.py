@@ -65,7 +65,8 @@ def test_a_fork_that_closes_leaves_the_run_to_its_parent(tmp_path, end):
 
     def leave():
         if end == "close":
-            return writer.close()
+            writer.close()
+            return
         with writer:
             if end == "fail":
                 raise ValueError("x")
