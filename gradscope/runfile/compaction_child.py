@@ -15,15 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gradscope.errors import RunFileError
+from gradscope.runfile import child
 from gradscope.runfile.compaction import Task, build
+from gradscope.runfile.durable import remove
 
 WORTH_A_CHILD = 262_144
 """Bytes from which a compaction goes to a child; below, all of it takes less than starting one."""
 
-_PROGRAM = (
-    "import json, sys; order = json.load(sys.stdin); sys.path[:] = order['path']; "
-    "from gradscope.runfile.compaction_child import main; main(order)"
-)
 _FAILED = 7
 """Exit code of a child that says why on its standard output."""
 
@@ -39,15 +37,11 @@ def build_in_child(task: Task, target: Path) -> int:
         OSError: As `build` has it.
         ChildError: The child could not do its work; nothing is wrong with the run.
     """
-    order = {
-        "path": sys.path,
-        "task": {**asdict(task), "file": str(task.file.absolute())},
-        "target": str(target.absolute()),
-    }
+    own = {**asdict(task), "file": str(task.file.absolute())}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            input=json.dumps(order),
+            child.command(),
+            input=child.order(__name__, task=own, target=str(target.absolute())),
             capture_output=True,
             text=True,
             check=False,
@@ -57,7 +51,7 @@ def build_in_child(task: Task, target: Path) -> int:
         raise ChildError(f"cannot be started: {error}") from error
     if done.returncode == 0:
         return int(done.stdout)
-    target.unlink(missing_ok=True)
+    remove(target)
     if done.returncode == _FAILED:
         number, message = json.loads(done.stdout)
         raise RunFileError(message) if number is None else OSError(number, message)

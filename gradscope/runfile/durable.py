@@ -1,5 +1,6 @@
-"""Every system call by which the files of a run change, and files that are whole after a crash.
+"""The system calls by which a run's journals and files change, and files that are whole after a crash.
 
+Only the mirror's appending, the signing and touching of locks, and copies of what is salvaged go another way.
 What survives a loss of power is decided here and nowhere else: a write by `sync` of its file, a name by
 `sync` of its folder.
 """

@@ -81,7 +81,7 @@ class MetricsMirror:
 
     def _take_back(self) -> bool:
         with contextlib.suppress(OSError):  # then a torn line stays, which readers of lines pass over
-            os.ftruncate(self._file.fileno(), self._good_bytes)
+            durable.cut(self._file.fileno(), self._good_bytes)
         return False
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from gradscope.runfile import store
 from gradscope.runfile.batch import Batch, num_rows, select
 from gradscope.runfile.content import Content, Superseded, spanned
 from gradscope.runfile.damage import num_records, of_journals
-from gradscope.runfile.durable import write_whole
+from gradscope.runfile.durable import remove, write_whole
 from gradscope.runfile.journals import Journal, journals_of_run, scan_files
 from gradscope.runfile.load import empty_content, pending_rows, read_file
 from gradscope.runfile.paths import RunPaths
@@ -60,7 +60,7 @@ def repair(path: str | Path, target: Path | None = None) -> Repair:
             found = salvage_in_child(paths.file, scratch)
         return _written(path, paths, target, scratch, found)
     finally:
-        scratch.unlink(missing_ok=True)
+        remove(scratch)
 
 
 def _written(path: str | Path, paths: RunPaths, target: Path, scratch: Path, found: Salvaged) -> Repair:

@@ -6,22 +6,19 @@ import json
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradscope.runfile.child import command, order
+from gradscope.runfile.durable import remove
 from gradscope.runfile.salvage import salvage
 from gradscope.runfile.superblock import opened_up
 
 PATIENCE_SECONDS = 20.0
 """Without a word for this long the child counts as hanging."""
 _MOST_ATTEMPTS = 50
-_PROGRAM = (
-    "import json, sys; order = json.load(sys.stdin); sys.path[:] = order['path']; "
-    "from gradscope.runfile.salvaging import main; main(order)"
-)
 
 
 @dataclass(frozen=True)
@@ -44,18 +41,16 @@ def salvage_in_child(source: Path, target: Path) -> Salvaged:
         skipped[last] = f"{what} (HDF5 crashes or hangs on it)"
         if last == "/":
             break
-    target.unlink(missing_ok=True)
+    remove(target)
     return Salvaged(0, (*wrong, *skipped.values()))
 
 
 def _attempt(source: Path, target: Path, skip: list[str]) -> tuple[str, dict[str, Any] | None]:
     """Returns the last object that was looked at, and the result if the child came to an end."""
-    order = {
-        "path": sys.path, "source": str(source.absolute()), "target": str(target.absolute()), "skip": skip
-    }  # fmt: skip
+    task = order(__name__, source=str(source.absolute()), target=str(target.absolute()), skip=skip)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", _PROGRAM], **pipes) as child:  # type: ignore[call-overload]
-        child.stdin.write(json.dumps(order).encode())
+    with subprocess.Popen(command(), **pipes) as child:  # type: ignore[call-overload]
+        child.stdin.write(task.encode())
         child.stdin.close()
         text = b""
         while select.select([child.stdout], [], [], PATIENCE_SECONDS)[0]:
@@ -68,12 +63,12 @@ def _attempt(source: Path, target: Path, skip: list[str]) -> tuple[str, dict[str
     return (lines[-1], None) if lines[-1].startswith("/") else ("", json.loads(lines[-1]))
 
 
-def main(order: Mapping[str, Any]) -> None:
+def main(task: Mapping[str, Any]) -> None:
     """Is the child: names each object before it looks at it, and at last prints what became of all."""
     result = salvage(
-        Path(order["source"]),
-        Path(order["target"]),
-        frozenset(order["skip"]),
+        Path(task["source"]),
+        Path(task["target"]),
+        frozenset(task["skip"]),
         lambda place: print(place, flush=True),
     )
     print(json.dumps({"num_whole": result.num_whole, "lost": result.lost}), flush=True)
