@@ -38,7 +38,12 @@ def root_attributes(
         "packages_json": json.dumps({name: found for name in _PACKAGES if (found := installed(name))}),
         "hardware": hardware or f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
     }
-    return attributes if seed is None else {**attributes, "seed": int(seed)}
+    return attributes if seed is None else {**attributes, "seed": _attribute(int(seed))}
+
+
+def _attribute(seed: int) -> int | str:
+    """Returns a seed as HDF5 holds it: a number of 64 bits, a longer one as decimal text."""
+    return seed if -(2**63) <= seed < 2**63 else str(seed)
 
 
 def config_json(config: Mapping[str, Any] | None) -> str:

@@ -264,3 +264,15 @@ def test_a_run_opens_while_others_have_its_file_open(tmp_path):
     with xr.open_datatree(file, engine="h5netcdf") as plain, h5py.File(file, "r"):
         assert float(open_run(tmp_path / "run")["train"]["loss"][0]) == 0.5
         assert float(plain["train"]["loss"][0]) == 0.5
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**63, 2**64, -(2**64), 2**127 + 5])
+def test_seeds_of_any_size_come_back(tmp_path, seed):
+    with RunWriter(tmp_path, slots=SLOTS, policies=POLICIES, seed=seed) as writer:
+        writer.append(0)
+        journals = open_run(tmp_path).attrs["seed"]
+    stored = open_run(tmp_path).attrs["seed"]
+    assert stored == journals
+    assert int(stored) == seed
+    assert isinstance(stored, str) == (not -(2**63) <= seed < 2**63)
+    assert not list(tmp_path.glob("run.h5.wal.*"))
