@@ -27,6 +27,8 @@ WATCH_SECONDS = 45.0
 _POLL_SECONDS = 0.2
 _UNSIGNED = ".new"
 """End of the name of an announcement that is being written."""
+_released: set[str] = set()
+"""Names of announcements that this process has taken back but could not delete."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,18 @@ class WriterLock:
             self._announce()
 
     def release(self) -> None:
-        """Gives the run free."""
+        """Gives the run free; where the announcement cannot be deleted, warns."""
         self._ended.set()
-        durable.remove(self._own)
+        try:
+            durable.remove(self._own)
+        except OSError as error:
+            _released.add(self._own.name)
+            warnings.warn(
+                f"{self._own}: cannot be deleted ({error}); others take the run for being written until this "
+                "process has ended.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _announce(self) -> None:
         temporary = self._own.with_name(self._own.name + _UNSIGNED)
@@ -131,7 +142,7 @@ def writer_of(path: Path) -> str | None:
 
 def _announcements(path: Path) -> list[_Announcement]:
     files = (own for own in sorted(path.parent.iterdir()) if own.name.startswith(f"{path.name}."))
-    found = (_read(own) for own in files if own.suffix != _UNSIGNED)
+    found = (_read(own) for own in files if own.suffix != _UNSIGNED and own.name not in _released)
     return [announcement for announcement in found if announcement is not None]
 
 

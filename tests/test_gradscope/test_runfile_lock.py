@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from gradscope.errors import RunFileError
-from gradscope.runfile import RunWriter, lock, open_run
+from gradscope.runfile import RunWriter, durable, lock, open_run
 from gradscope.runfile.process import is_alive, myself
 from gradscope.runfile.summary import summarize
 
@@ -165,3 +165,33 @@ def test_of_writers_that_begin_at_once_never_two_go_on(tmp_path):
     assert set(said) <= {"writing\n", "refused\n"}
     write(tmp_path, resume=0, step=1)
     assert open_run(tmp_path)["train"]["step"].values.tolist() == [0, 1]
+
+
+def test_a_lock_that_cannot_be_deleted_is_told_of_and_blocks_not_its_own_process(tmp_path, monkeypatch):
+    remove = durable.remove
+
+    def refuse(path):
+        if ".lock." in path.name:
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(path)
+
+    monkeypatch.setattr(durable, "remove", refuse)
+    writer = RunWriter(tmp_path, slots=SLOTS, policies=POLICIES)
+    writer.append(0)
+    with pytest.warns(
+        UserWarning, match=r"run\.h5\.lock\.\w+: cannot be deleted .*; others .* process"
+    ) as told:
+        writer.close()
+    assert [str(warning.message).count("\n") for warning in told] == [0]
+    assert summarize(tmp_path)["state"].startswith("closed at")
+    assert len(list(tmp_path.glob("run.h5.lock.*"))) == 1
+    monkeypatch.setattr(durable, "remove", remove)
+    write(tmp_path, resume=0, step=1)
+    assert open_run(tmp_path)["train"]["step"].values.tolist() == [0, 1]
+    other = "import sys; from gradscope.runfile.lock import writer_of; from pathlib import Path; "
+    other += "print(writer_of(Path(sys.argv[1])))"
+    said = subprocess.run(
+        [sys.executable, "-c", other, str(tmp_path / "run.h5.lock")],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert said.stdout.startswith(f"process {os.getpid()} on")
