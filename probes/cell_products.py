@@ -2,7 +2,7 @@
 
 On an accelerator they are float64 products. On a CPU those take longer than float32 products by what casting
 costs, so chunks of columns are multiplied in float32 and added up in float64: off by less than 1e-7 of
-|g_k| |g_l|; the gradient's own norm is float64. Where squares leave the range of float32, that stretch is float64 too.
+|g_k| |g_l|. The gradient's own norm is float64, and so is a stretch whose squares leave the range of float32.
 
 Legend: C cells, n columns, B chunks of L columns.
 """
