@@ -256,7 +256,9 @@ class Intake:
         return True
 
     def _keep(self, table: str, name: str, value: Any, row: Row) -> None:
-        """Keeps a value under a name of the caller's own."""
+        """Keeps a value under a name of the caller's own; None is missing."""
+        if value is None:
+            return
         if isinstance(value, Mapping):
             dim = next(
                 (dim for dim in _LOGGED_DIMS if value and set(value) <= set(self.layout.index(dim))), ""
@@ -292,4 +294,6 @@ class Intake:
                 "values of the new kind are left out.",
             )
             return None
+        if known.dtype != dtype:
+            self.notice(f"{name} text", f"'{name}' was logged as text first; numbers are kept as text too.")
         return known

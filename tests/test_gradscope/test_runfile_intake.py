@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gradscope.runfile import RunWriter, UpdateRecord, open_run
+from gradscope.runfile.intake import KEPT_AS_USER
 
 SLOTS = {"generator/0": "generator", "generator/1": "generator", "aggregator/0": "aggregator"}
 POLICIES = {"generator": "first", "aggregator": "second"}
@@ -158,3 +159,34 @@ def test_values_in_the_order_of_the_file_are_stored_as_those_in_any_order(tmp_pa
     np.testing.assert_array_equal(same["updates"]["num_tokens"], other["updates"]["num_tokens"])
     assert same["updates"]["num_tokens"].values[0].tolist()[::2] == [3.0, 2.0**60]
     assert same["events"]["message"].values.tolist() == ["null"]
+
+
+def test_none_is_missing_and_never_a_text(tmp_path):
+    with RunWriter(tmp_path, slots=SLOTS, policies=POLICIES) as writer, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f".*{KEPT_AS_USER}")
+        record = UpdateRecord("first", NAMES, np.eye(3), scalars={"trust": None, "grad_norm": None})
+        empty = {"kl": None, "loss": None, "deep": {"x": None}, "reward_mean": {"generator/0": None}}
+        writer.append(0, record, metrics=empty)
+        full = {"kl": 0.5, "loss": 1.5, "deep": {"x": 2.5}, "reward_mean": {"generator/0": 3.5}}
+        writer.append(1, metrics=full)
+        writer.append(2, metrics=empty)
+    run = open_run(tmp_path)
+    np.testing.assert_array_equal(run["user"]["kl"], [0.5])
+    np.testing.assert_array_equal(run["user"]["deep.x"], [2.5])
+    assert run["user"]["step"].values.tolist() == [1]
+    assert set(run["user"].data_vars) == {"kl", "deep.x"}
+    np.testing.assert_array_equal(run["train"]["loss"], [np.nan, 1.5, np.nan])
+    np.testing.assert_array_equal(run["train"]["reward_mean"].sel(slot="generator/0"), [np.nan, 3.5, np.nan])
+
+
+def test_numbers_after_a_text_are_told_of_once(tmp_path):
+    with RunWriter(tmp_path, slots=SLOTS, policies=POLICIES) as writer:
+        with pytest.warns(UserWarning, match=KEPT_AS_USER):
+            writer.append(0, metrics={"kl": "high"})
+        with pytest.warns(UserWarning, match="'kl' was logged as text first") as told:
+            writer.append(1, metrics={"kl": 0.5})
+        assert len(told) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            writer.append(2, metrics={"kl": 0.25})
+    assert open_run(tmp_path)["user"]["kl"].values.tolist() == ["high", "0.5", "0.25"]
