@@ -141,12 +141,17 @@ def _labels(file: h5py.File, dim: str) -> tuple[str, ...]:
 
 def _user_variables(file: h5py.File, table: Table, layout: Layout) -> Iterator[Variable]:
     """Yields the caller's own variables, those whose dims are known; others are no variables of ours."""
-    known = {table.dim, *layout.coordinates()}
-    for name, dataset in (read_group(file, table.group) or {}).items():
+    group = read_group(file, table.group)
+    if group is None:
+        return
+    # A scale is known by its place in the file: HDF5 searches the whole file for the name of one.
+    scales_of = {**{dim: file.get(dim) for dim in layout.coordinates()}, table.dim: group.get(table.dim)}
+    known = {scale.id: dim for dim, scale in scales_of.items() if scale is not None}
+    for name, dataset in group.items():
         if name in (TABLES[user].dim for user in USER_TABLES) or not isinstance(dataset, h5py.Dataset):
             continue
-        dims = tuple(scales[0].name.rsplit("/", 1)[-1] for scales in dataset.dims if len(scales))
-        if not dims or dims[0] != table.dim or not known.issuperset(dims) or len(dims) != dataset.ndim:
+        dims = tuple(known.get(scales[0].id, "") for scales in dataset.dims if len(scales))
+        if not dims or dims[0] != table.dim or "" in dims or len(dims) != dataset.ndim:
             continue
         dtype = "str" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype.str[1:]
         units, long_name = (str(dataset.attrs.get(label, "")) for label in ("units", "long_name"))

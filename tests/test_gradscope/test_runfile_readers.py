@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import warnings
 
+import h5py
 import numpy as np
 
-from gradscope.runfile import open_run
+from gradscope.runfile import RunWriter, open_run
 
 # Waits for a reader every 40 steps, so that there are readers all along; the next open runs beside it.
 WRITER = """
@@ -42,3 +44,25 @@ def test_a_reader_in_a_loop_during_two_thousand_steps(tmp_path):
             seen.append(len(steps))
     assert len(seen) == 51
     assert len(open_run(tmp_path)["train"]["step"]) == 2000
+
+
+def test_no_name_is_searched_for_however_many_variables_there_are(tmp_path, monkeypatch):
+    """HDF5 finds the name of a scale by a search through the file, which made opening quadratic."""
+    whole, asked = h5py.Dataset.name, []
+    monkeypatch.setattr(h5py.Dataset, "name", property(lambda own: asked.append(own) or whole.fget(own)))
+    found = []
+    for num in (3, 30):
+        path = tmp_path / str(num)
+        with (
+            warnings.catch_warnings(),
+            RunWriter(path, slots={"g/0": "g"}, policies={"g": "p"}) as writer,
+        ):
+            warnings.simplefilter("ignore")
+            own = {f"plain_{at}": 1.0 for at in range(num)}
+            writer.append(0, metrics={**own, **{f"by_{name}": {"g/0": 2.0} for name in own}})
+        asked.clear()
+        run = open_run(path)
+        found.append(len(asked))
+        assert len(run["user"].data_vars) == 2 * num
+        assert run["user"]["by_plain_0"].dims == ("step", "slot")
+    assert found[0] == found[1]
