@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # What each layer may import of the project, and which outside packages it must leave alone.
-# Beside those of the design: exporters, which mirror a training, and extras, the table that errors name packages from.
+# Beside those of the design: exporters, which mirror a training, and extras, which errors name packages from.
 SEAMS = {"schema", "registry", "errors", "runfile", "derive", "warner", "exporters", "extras"}
 TORCH = {"torch", "transformers", "peft", "safetensors"}
 LAYERS = {
