@@ -91,7 +91,7 @@ class RowBatch:
         self.without_problem = frozenset(
             slot for slot, half in zip(self.slot_N, halves, strict=True) if half is None
         ) - {UNTAGGED}
-        self.problems = problems
+        self.problems = None if problems is None else tuple(problems)
         self.row_ids = row_ids
         self.numbers = dict(numbers)
         self._said_packed = packed

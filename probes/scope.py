@@ -154,7 +154,7 @@ class Scope:
             )
             if self._layout.mode == "pure":
                 check_one_slot(batch)
-            self._updates.begin(batch, problems)
+            self._updates.begin(batch)
         self._collector.batch = batch
         try:
             yield

@@ -94,10 +94,10 @@ class Updates:
         """Returns the half of a problem in the update of a slot's policy."""
         return self._halves[self._policy_of_slot[slot]].of(problem)
 
-    def begin(self, batch: RowBatch, problems: Sequence[Hashable] | None) -> None:
+    def begin(self, batch: RowBatch) -> None:
         """Makes room for the rows of a micro-batch."""
         if self.collector.row_meter is not None:
-            self.gathering.begin(batch, problems)
+            self.gathering.begin(batch)
         for name, sums in self.collector.sums.items():
             if batch.slots.isdisjoint(self._layout.policies[name].slots):
                 continue

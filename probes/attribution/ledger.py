@@ -20,9 +20,8 @@ from gradscope.probes.attribution.settings import Attribution
 from gradscope.probes.cells import Cells
 from gradscope.probes.reduction import Reduction
 from gradscope.probes.segments import Segment
+from gradscope.schema import EXTRA_CONTRIBUTORS
 
-EXTRA = ("decay", "carried")
-"""Contributors beside the parts: weight decay, and momentum from before the parts were known."""
 Mark = tuple[int, int] | None
 """Identity and version of a tensor; None for none."""
 FADED = 1e-20
@@ -139,7 +138,7 @@ class Ledger:
             torch.mul(moved, move.from_momentum, out=parts)
         if move.from_gradient:
             parts.addcmul_(gradients, entering * move.from_gradient)
-        for row, name in enumerate(EXTRA, self.num_parts):
+        for row, name in enumerate(EXTRA_CONTRIBUTORS, self.num_parts):
             decay = move.coupled_decay if name == "decay" else 0.0
             if (move.admit or move.retain) and (decay or name in columns.extra):
                 momentum = self.buffer(columns, name)[place]

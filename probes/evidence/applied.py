@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gradscope.probes.attribution.ledger import EXTRA, Ledger
+from gradscope.probes.attribution.ledger import Ledger
 from gradscope.probes.reduction import Reduction
+from gradscope.schema import EXTRA_CONTRIBUTORS
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Keeper:
 
     def __init__(self, ledger: Ledger, labels: Sequence[str], reduction: Reduction) -> None:
         self._ledger = ledger
-        self._labels = (*labels, *EXTRA)
+        self._labels = (*labels, *EXTRA_CONTRIBUTORS)
         self._reduction = reduction
         self.buffers = [
             columns.before.new_zeros(len(self._labels), len(columns.before)) for columns in ledger.columns

@@ -5,10 +5,9 @@ Legend: K slots, R roles, C = R + 2 contributors.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import nn
@@ -93,14 +92,9 @@ class Gathering:
         self._lora: dict[str, list[LoraLayer]] = {
             name: lora_layers(model, policy) for name, policy in layout.policies.items()
         }
-        self._problems: WeakKeyDictionary[RowBatch, tuple[Hashable, ...]] = WeakKeyDictionary()
 
-    def begin(self, batch: RowBatch, problems: Sequence[Hashable] | None) -> None:
+    def begin(self, batch: RowBatch) -> None:
         """Has the rows of a micro-batch measured, if they are to be.
-
-        Args:
-            batch: The micro-batch.
-            problems: Problem of each entry.
 
         Raises:
             ProbeError: It has no row ids.
@@ -115,8 +109,6 @@ class Gathering:
         whole = any(self._rows_due(policy.name) for policy in policies)
         if whole or self.settings.top_rows:
             self.row_meter.begin(batch, sketches=whole)
-            if problems is not None:
-                self._problems[batch] = tuple(problems)
 
     def close(
         self, sums: SlotAccumulators, batches: Sequence[RowBatch], record: UpdateRecord, *, scale: float
@@ -229,7 +221,7 @@ class Gathering:
         for batch in batches:
             numbers = self.row_meter.finish(batch)
             if numbers is not None:
-                own = rows_of_batch(batch, numbers, sums.policy.slots, self._problems.get(batch), scale=scale)
+                own = rows_of_batch(batch, numbers, sums.policy.slots, scale=scale)
                 found.append(own)
         mine = joined(found, top=top) if found else None
         every = [part for part in sums.reduction.gather(mine) if part is not None]

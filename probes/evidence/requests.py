@@ -13,12 +13,12 @@ from torch import nn
 
 from gradscope.errors import ProbeError
 from gradscope.probes.accumulators import SlotAccumulators
-from gradscope.probes.attribution.ledger import EXTRA
 from gradscope.probes.evidence.components import check_losses, hides_parameters
 from gradscope.probes.evidence.influence import LogitsOfSlot, influence
 from gradscope.probes.evidence.settings import is_due
 from gradscope.probes.targets import Layout
 from gradscope.probes.updates import Updates
+from gradscope.schema import EXTRA_CONTRIBUTORS
 
 
 class Requests:
@@ -95,8 +95,8 @@ class Requests:
                 continue
             (record, applied), own.step = own.step, None
             slots = [names[slot] for slot in self._layout.policies[policy].slots]
-            columns = [(*roles, *EXTRA).index(name) for name in applied.contributors]
-            record.influence = np.full((len(names), len(roles) + len(EXTRA)), np.nan)
+            columns = [(*roles, *EXTRA_CONTRIBUTORS).index(name) for name in applied.contributors]
+            record.influence = np.full((len(names), len(roles) + len(EXTRA_CONTRIBUTORS)), np.nan)
             for slot, values in influence(self._model, applied, slots, logits_of).items():
                 record.influence[names.index(slot), columns] = values
 

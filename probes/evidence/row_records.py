@@ -5,7 +5,7 @@ Legend: n rows kept, N entries of a micro-batch, R its rows, S numbers of a sket
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ def rows_of_batch(
     batch: RowBatch,
     numbers: RowNumbers,
     slots: Sequence[int],
-    problems: Sequence[Hashable] | None,
     *,
     scale: float,
 ) -> RowEvidence:
@@ -31,13 +30,12 @@ def rows_of_batch(
         batch: The micro-batch; with row ids.
         numbers: What was measured of its rows.
         slots: Numbers of the slots.
-        problems: Problem of each entry.
         scale: Factor that brings the numbers to the units of the loss.
     """
     starts = numbers.starts
     own = [row for row, start in enumerate(starts) if batch.slot_N[start] in slots]
     assert batch.row_ids is not None
-    known = [None] * len(batch) if problems is None else problems
+    known = batch.problems or (None,) * len(batch)
     names = ["" if known[start] is None else str(known[start]) for start in starts[own]]
     return RowEvidence(
         row_ids=tuple(str(batch.row_ids[start]) for start in starts[own]),

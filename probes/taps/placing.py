@@ -1,8 +1,6 @@
-"""Puts on a model what covers each of its parameters, by the kind of the claim."""
+"""Puts on a model what covers each of its parameters."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import nn
 
@@ -12,15 +10,7 @@ from gradscope.probes.taps.fusing import fuse
 from gradscope.probes.taps.lora_tap import pair_matrices, tap_pair
 from gradscope.probes.taps.mixing import watch_mixing
 from gradscope.probes.taps.pure import Handle, place_hooks
-from gradscope.probes.targets import Kind, Layout, Target
-
-PLACERS: dict[Kind, Callable[[Target, Collector], Handle]] = {
-    "linear": place_tap,
-    "transposed": place_tap,
-    "embedding": place_tap,
-    "affine": place_tap,
-    "lora_embedding": place_tap,
-}
+from gradscope.probes.targets import Layout
 
 
 def place(model: nn.Module, layout: Layout, collector: Collector) -> list[Handle]:
@@ -38,7 +28,7 @@ def place(model: nn.Module, layout: Layout, collector: Collector) -> list[Handle
         if id(module) in pairs:
             handles.append(module.register_forward_hook(pairs[id(module)], with_kwargs=True))
         elif id(module) not in fusion.untapped:
-            handles.append(PLACERS[target.claim.kind](target, collector))
+            handles.append(place_tap(target, collector))
     handles += place_hooks(model, layout.hooked, collector, strict=layout.mode == "pure")
     handles += watch_mixing(model, collector)
     return [*handles, *guard_copies(model)]
